@@ -1,0 +1,1 @@
+"""What was done and what is in a tree: metrics of states, descriptions of leaves."""

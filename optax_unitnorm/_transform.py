@@ -1,0 +1,267 @@
+"""The corridor: measure, decide, apply, and the state that says what was done."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_unitnorm import _checks, _devices, _fold, _leaves, _measure
+from optax_unitnorm._types import (
+    Decision,
+    History,
+    Nonfinite,
+    Norms,
+    Rule,
+    Scope,
+    Transform,
+    Tree,
+)
+
+
+class NormState(NamedTuple):
+    """What a transform did, as scalars whatever its scope.
+
+    Attributes:
+        grad_norm: norm of everything that counted, before scaling; float32, or
+            float64 where a parameter was float64 at init.
+        grad_scale: the smallest scale used, in the same dtype.
+        steps: int32, number of updates.
+        clipped: int32, number of steps on which a threshold bound; 0 for
+            normalisers and the soft clip. Non-finite steps do not count here.
+        nonfinite: int32, number of steps with a non-finite norm.
+        repeated: int32, number of steps on which every device contributed the
+            very same sum although the leaves were said to be split over
+            devices, where types cannot tell. If it equals `steps`, averaged
+            gradients were probably said to be split. (Gradients that are all of
+            one size, such as sign updates, look the same.)
+    """
+
+    grad_norm: jax.Array
+    grad_scale: jax.Array
+    steps: jax.Array
+    clipped: jax.Array
+    nonfinite: jax.Array
+    repeated: jax.Array
+
+
+class HistoryState(NamedTuple):
+    """The state of a rule with memory.
+
+    Attributes:
+        norm: the NormState.
+        threshold: the threshold in force on the last step, a scalar or one
+            entry a block in leaf order; infinite before the first step.
+        memory: what the rule remembers, scalars and vectors.
+    """
+
+    norm: NormState
+    threshold: jax.Array
+    memory: Any
+
+
+def init_norm_state(params: Tree) -> NormState:
+    """A NormState before the first step, each field in a buffer of its own."""
+    leaves = [x for x in jax.tree.leaves(params) if _leaves.counts(x)]
+    dtype = _fold.accumulator([jnp.result_type(x) for x in leaves])
+
+    def counter() -> jax.Array:
+        return jnp.zeros((), jnp.int32)
+
+    return NormState(
+        grad_norm=jnp.zeros((), dtype),
+        grad_scale=jnp.ones((), dtype),
+        steps=counter(),
+        clipped=counter(),
+        nonfinite=counter(),
+        repeated=counter(),
+    )
+
+
+def transform(
+    scope: Scope,
+    rule: Rule,
+    *thresholds: Any,
+    ord: Any = None,
+    mask: Tree = None,
+    sharded_over: Any = "auto",
+    nonfinite: "Nonfinite | None" = "propagate",
+    history: "History | None" = None,
+    against_params: bool = False,
+) -> Transform:
+    """Builds a gradient transformation from a scope and a rule.
+
+    thresholds: what the rule (or the history) takes beside the norms, checked.
+    history: makes the rule's threshold of this step from the norms seen so far.
+    nonfinite: None hands a block through whatever its norm is.
+    against_params: the rule needs the norms of the parameters.
+    """
+    order = _checks.order(ord)
+    _leaves.check_mask(mask)
+    built_with = _devices.check_statement(sharded_over)
+    if nonfinite is not None:
+        _checks.choice("nonfinite", nonfinite, ("propagate", "zero"))
+
+    def init(params: Tree) -> Any:
+        state = init_norm_state(params)
+        if history is None:
+            return state
+        what = _measure.subject(params, scope, mask=mask, sharded_over=built_with)
+        blocks = _measure.plan(what, order).size
+        dtype = state.grad_norm.dtype
+        return HistoryState(state, *history.init(blocks, dtype))
+
+    def update(
+        updates: Tree,
+        state: Any,
+        params: Tree = None,
+        *,
+        sharded_over: Any = "auto",
+        **extra_args: Any,
+    ) -> tuple[Tree, Any]:
+        del extra_args
+        stated = _devices.stated_now(built_with, sharded_over)
+        record = _record_in(state, history)
+        if record is None and any(map(callable, thresholds)):
+            raise ValueError(
+                "`state` must be the state of this transform where a threshold is a "
+                f"schedule, whose step it counts; got {type(state).__name__}."
+            )
+        what = _measure.subject(
+            updates, scope, mask=mask, sharded_over=stated, params=params
+        )
+        reference = None
+        if against_params:
+            if params is None:
+                raise ValueError(optax.NO_PARAMS_MSG)
+            reference = _measure.reference_of(what, params, stated)
+        measured, plan = _measure.measure(what, order, reference)
+        norms = measured.norms
+        dtype = norms.block.dtype
+        now = [_at_step(t, record, dtype) for t in thresholds]
+
+        if history is None:
+            outcome = _amend(norms, rule(norms, *now), nonfinite)
+            arrays = _apply(what.leaves.arrays, outcome, plan=plan)
+            seen = _devices.largest(_summary(norms, outcome))
+            if record is None:
+                return what.leaves.rebuild(arrays), state
+            new = _count(record, seen, measured.repeated)
+            return what.leaves.rebuild(arrays), new
+
+        # The history is the same on all devices, even where their norms are not.
+        common = _common(norms)
+        threshold, memory = history.step(state.memory, common, *now)
+        outcome = _amend(norms, rule(norms, threshold), nonfinite)
+        arrays = _apply(what.leaves.arrays, outcome, plan=plan)
+        seen = _summary(common, _amend(common, rule(common, threshold), nonfinite))
+        memory = _keep_if(jnp.isfinite(common.total), memory, state.memory)
+        new = HistoryState(_count(record, seen, measured.repeated), threshold, memory)
+        return what.leaves.rebuild(arrays), new
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def scale_tree(
+    what: _measure.Subject,
+    plan: _measure.Plan,
+    norms: Norms,
+    decision: Decision,
+    nonfinite: Nonfinite,
+) -> Tree:
+    """The subject's tree, scaled as decided."""
+    _checks.choice("nonfinite", nonfinite, ("propagate", "zero"))
+    outcome = _amend(norms, decision, nonfinite)
+    return what.leaves.rebuild(_apply(what.leaves.arrays, outcome, plan=plan))
+
+
+class _Outcome(NamedTuple):
+    """What to do to each block, and whether a threshold bound."""
+
+    scale: _fold.Scale
+    changes: jax.Array
+    drops: "jax.Array | None"
+    bound: jax.Array
+
+
+def _record_in(state: Any, history: "History | None") -> "NormState | None":
+    """The NormState in a state, None in one of another transform."""
+    if history is None:
+        return state if isinstance(state, NormState) else None
+    if not isinstance(state, HistoryState):
+        raise ValueError(
+            "`state` must be the state of this transform, which remembers norms; got "
+            f"{type(state).__name__}."
+        )
+    return state.norm
+
+
+def _at_step(threshold: Any, record: "NormState | None", dtype: Any) -> jax.Array:
+    """A threshold as an array, a schedule called with the transform's own step."""
+    if callable(threshold):
+        assert record is not None
+        threshold = threshold(record.steps)
+    return jnp.asarray(threshold).astype(dtype)
+
+
+def _amend(norms: Norms, decision: Decision, nonfinite: Any) -> _Outcome:
+    """The scale of each block, with what `nonfinite` says of a bad norm."""
+    scale = _fold.divide(decision.num, decision.den)
+    bad = ~jnp.isfinite(norms.block)
+    if nonfinite is None:
+        return _Outcome(scale, decision.changes, None, decision.bound)
+    instead = 0.0 if nonfinite == "zero" else jnp.nan
+    scale = scale._replace(first=jnp.where(bad, instead, scale.first))
+    drops = bad if nonfinite == "zero" else None
+    return _Outcome(scale, decision.changes | bad, drops, decision.bound)
+
+
+# Compiled by itself as well, so that an eager step is one call a tree, not a leaf.
+@functools.partial(jax.jit, static_argnames=("plan",))
+def _apply(
+    arrays: "list[jax.Array]", outcome: _Outcome, *, plan: _measure.Plan
+) -> "list[jax.Array]":
+    scaled: list[jax.Array] = []
+    for i, leaf in enumerate(arrays):
+        own = functools.partial(_measure.spread, plan=plan, i=i)
+        scale = _fold.Scale(own(outcome.scale.first), own(outcome.scale.second))
+        drops = None if outcome.drops is None else own(outcome.drops)
+        scaled.append(_fold.scaled(leaf, scale, own(outcome.changes), drops))
+    return scaled
+
+
+def _summary(norms: Norms, outcome: _Outcome) -> jax.Array:
+    """What a step has to say: the norm, minus the smallest scale, what happened.
+
+    One vector, and the larger is what to record where devices differ.
+    """
+    used = jnp.where(outcome.changes, outcome.scale.value(), 1)
+    smallest = jnp.min(used) if used.size else jnp.ones((), used.dtype)
+    finite = jnp.isfinite(norms.total)
+    flags = jnp.stack([outcome.bound & finite, ~finite]).astype(norms.total.dtype)
+    return jnp.concatenate([jnp.stack([norms.total, -smallest]), flags])
+
+
+def _count(record: NormState, seen: jax.Array, repeated: jax.Array) -> NormState:
+    norm, minus_scale, bound, bad = seen
+    dtype = record.grad_norm.dtype
+    repeated = repeated & (bad == 0)
+    return NormState(
+        grad_norm=norm.astype(dtype),
+        grad_scale=(-minus_scale).astype(dtype),
+        steps=optax.safe_increment(record.steps),
+        clipped=record.clipped + (bound > 0).astype(jnp.int32),
+        nonfinite=record.nonfinite + (bad > 0).astype(jnp.int32),
+        repeated=record.repeated + repeated.astype(jnp.int32),
+    )
+
+
+def _common(norms: Norms) -> Norms:
+    every = _devices.largest(jnp.concatenate([norms.block, norms.total[None]]))
+    return norms._replace(block=every[:-1], total=every[-1])
+
+
+def _keep_if(finite: jax.Array, new: Any, old: Any) -> Any:
+    """A non-finite norm never enters a history."""
+    return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
