@@ -49,15 +49,13 @@ def test_chain(row: Row) -> None:
 def test_masked_twice(row: Row) -> None:
     """Only what both masks choose counts; the rest is optax.MaskedNode inside."""
     thresholds = binding(row)
-    inner = optax.masked(
-        row.make(*thresholds), {"a": True, "b": {"c": True, "d": False}}
-    )
+    mask = {"a": True, "b": {"c": True, "d": False}}
+    inner = optax.masked(row.make(*thresholds), mask)
     tx = optax.masked(inner, {"a": True, "b": True})
     updates, _ = jax.jit(tx.update)(REAL, tx.init(HELD), HELD)
     if "groups" in row.args:  # labels alternate over what is left
         want, _ = expected(row, *_without_d(REAL, thresholds, HELD))
     else:
-        mask = {"a": True, "b": {"c": True, "d": False}}
         want, _ = expected(row, REAL, thresholds, HELD, mask=mask)
     h.assert_close(updates["a"], want["a"])
     h.assert_close(updates["b"]["c"], want["b"]["c"])
@@ -156,7 +154,8 @@ def test_per_example_clipping() -> None:
     updates, state = jax.vmap(lambda g: tx.update(g, tx.init(g)))(examples)
     sizes = [h.tree_norm(jax.tree.map(lambda x, i=i: x[i], examples)) for i in range(6)]
     for i, size in enumerate(sizes):
-        one = jax.tree.map(lambda x, i=i: h.wide(x[i]) * min(1, 1 / size), examples)
+        scale = min(1, 1 / size)
+        one = jax.tree.map(lambda x, i=i, s=scale: h.wide(x[i]) * s, examples)
         h.assert_close(jax.tree.map(lambda x, i=i: x[i], updates), one)
     assert int(jnp.sum(state.clipped)) == sum(size > 1 for size in sizes)
     theirs, clipped = optax.per_example_global_norm_clip(jax.tree.leaves(examples), 1.0)

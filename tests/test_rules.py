@@ -198,7 +198,8 @@ def test_scale_from_norm_of_any_value() -> None:
         tx = oun.scale_from_norm(lambda n, v=value: v)
         updates, _ = jax.jit(tx.update)(grads, tx.init(grads))
         h.assert_same_types(updates, grads)
-        h.assert_close(updates, jax.tree.map(lambda x: h.wide(x) * float(value), grads))
+        want = jax.tree.map(lambda x, v=value: h.wide(x) * float(v), grads)
+        h.assert_close(updates, want)
     per_leaf = oun.scale_from_norm(lambda n: n, per="leaf")
     updates, _ = per_leaf.update(grads, None)
     h.assert_close(updates, {"a": np.array([15.0, 20.0]), "b": np.array([144.0])})
@@ -228,7 +229,7 @@ def test_value_of_inf_and_nan() -> None:
 
 
 def test_value_bounds_in_order() -> None:
-    with pytest.raises(ValueError, match="`m.._value` must .*; got"):
+    with pytest.raises(ValueError, match=r"`m.._value` must .*; got"):
         oun.clip_by_value(1.0, min_value=2.0)
 
 

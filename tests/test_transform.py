@@ -234,7 +234,7 @@ def test_axis_tree_of_param_norm() -> None:
 def test_axis_that_is_not_there(axis: Any) -> None:
     grads = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
     tx = oun.clip_by_param_norm(0.1, axis=axis)
-    with pytest.raises(ValueError, match="w|b"):
+    with pytest.raises(ValueError, match=r"w|b"):
         tx.update(grads, None, grads)
 
 

@@ -130,7 +130,7 @@ def test_error_names_the_leaves() -> None:
         oun.clip_grad_norm(grads, 1.0, error_if_nonfinite=True)
     text = str(error.value)
     assert "encoder/kernel" in text and "head" in text and "bias" not in text
-    updates, norm = oun.clip_grad_norm(GRADS, 1.0, error_if_nonfinite=True)
+    _, norm = oun.clip_grad_norm(GRADS, 1.0, error_if_nonfinite=True)
     h.assert_norm(norm, 13.0)
     huge = {"x": jnp.full(4, 3e38)}
     with pytest.raises(FloatingPointError):
