@@ -10,6 +10,8 @@ from optax_unitnorm._clip import clip_by_value as clip_by_value
 from optax_unitnorm._clip import record_norm as record_norm
 from optax_unitnorm._clip import scale_from_norm as scale_from_norm
 from optax_unitnorm._clip import soft_clip_by_global_norm as soft_clip_by_global_norm
+from optax_unitnorm._monitor import describe as describe
+from optax_unitnorm._monitor import metrics as metrics
 from optax_unitnorm._normalize import (
     normalize_to_unit_global_norm as normalize_to_unit_global_norm,
 )

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
@@ -473,3 +474,21 @@ def stated_now(built_with: Any, given: Any) -> Any:
     """What the training step says replaces "auto", and only "auto"."""
     check_statement(given)
     return given if isinstance(built_with, str) and built_with == "auto" else built_with
+
+
+# ---------------------------------------------------------------- concrete arrays
+def leads_over_devices(value: Any) -> bool:
+    """Whether a concrete array's leading axis is one copy a device, as by pmap."""
+    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+        return False
+    if not value.ndim or len(value.sharding.device_set) == 1:
+        return False
+    return value.sharding.shard_shape(value.shape)[0] < value.shape[0]
+
+
+def copies(value: Any) -> "list[np.ndarray]":
+    """What each device of this process holds of a replicated or pmapped value."""
+    if not isinstance(value, jax.Array):
+        return [np.asarray(value)]
+    shards = [np.asarray(shard.data) for shard in value.addressable_shards]
+    return [row for s in shards for row in s] if leads_over_devices(value) else shards

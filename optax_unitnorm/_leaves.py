@@ -167,8 +167,8 @@ def _walk(
     if prefix is None or is_leaf(prefix) or _is_jax_leaf(prefix):
         found.extend([prefix] * size)
         return
-    said, said_def = _children(prefix)
-    nodes, nodes_def = _children(tree)
+    said, said_def = one_level(prefix)
+    nodes, nodes_def = one_level(tree)
     if said_def != nodes_def:
         where = repr(path_name(path)) if path else "the root"
         raise ValueError(
@@ -180,7 +180,8 @@ def _walk(
         _walk(name, word, node, path + key, is_leaf, found)
 
 
-def _children(node: Any) -> tuple[list[Any], Any]:
+def one_level(node: Any) -> tuple[list[Any], Any]:
+    """The children of a node with their keys, and its structure."""
     return jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
 
 

@@ -61,6 +61,27 @@ class HistoryState(NamedTuple):
     memory: Any
 
 
+class SkipState(NamedTuple):
+    """The state of `skip_spikes`.
+
+    Attributes:
+        norm: the NormState of the norm that decides; its scale is 0 on a step
+            that was skipped.
+        skipped: int32, number of steps skipped in all.
+        skipped_in_a_row: int32, number of steps skipped since the last accepted.
+        threshold: the norm above which this step would have been skipped.
+        memory: the window of norms (and of losses).
+        inner: the state of the wrapped transform.
+    """
+
+    norm: NormState
+    skipped: jax.Array
+    skipped_in_a_row: jax.Array
+    threshold: jax.Array
+    memory: Any
+    inner: Any
+
+
 def init_norm_state(params: Tree) -> NormState:
     """A NormState before the first step, each field in a buffer of its own."""
     leaves = [x for x in jax.tree.leaves(params) if _leaves.counts(x)]
