@@ -1,0 +1,63 @@
+"""The records made again, by the frameworks themselves: `pytest -m live`.
+
+Not part of the default run: it needs PyTorch, TensorFlow or Keras. Each lives where
+`OUN_LIVE_PYTHON` says (an interpreter; several with `os.pathsep` between), or here.
+The break this notices: a release of theirs that returns something else.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import _parity as parity
+import pytest
+from _frameworks import NOT_INSTALLED
+from test_parity import SYSTEMS, complaint
+
+pytestmark = pytest.mark.live
+
+FRAMEWORKS = pathlib.Path(__file__).with_name("_frameworks.py")
+
+
+def _interpreters() -> list[str]:
+    return os.environ.get("OUN_LIVE_PYTHON", sys.executable).split(os.pathsep)
+
+
+def _answers(system: str, records: list[dict]) -> dict | None:
+    asked = [{k: r[k] for k in ("api", "call", "inputs")} for r in records]
+    for python in _interpreters():
+        run = subprocess.run(
+            [python, str(FRAMEWORKS), system],
+            input=json.dumps(asked),
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        if run.returncode == NOT_INSTALLED:
+            continue
+        assert run.returncode == 0, run.stderr
+        # Frameworks greet on standard output too; the answer is the last line.
+        return json.loads(run.stdout.splitlines()[-1])
+    return None
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_framework_still_says_so(system: str) -> None:
+    """The installed framework returns what was recorded, and we stand as we did."""
+    records = [r for r in parity.load() if r["system"] == system]
+    live = _answers(system, records)
+    if live is None:
+        pytest.skip(f"{system} is not installed")
+    wrong = {}
+    for record, answer in zip(records, live["answers"], strict=True):
+        fresh = {
+            k: record[k] for k in ("id", "system", "api", "call", "inputs", "args")
+        } | answer
+        changed = parity.mismatch(parity.theirs(fresh), parity.theirs(record))
+        wrong[record["id"]] = changed or complaint(fresh)
+    wrong = {key: why for key, why in wrong.items() if why}
+    assert not wrong, f"{live['versions']}\n" + "\n".join(
+        f"{key}: {why}" for key, why in wrong.items()
+    )
