@@ -281,7 +281,7 @@ def total(
     peak = fold(peaks, math.inf)
     ratio = _nonzero(peaks[0]) / _nonzero(peak[0])
     ratio = jnp.where(peaks[0] > 0, ratio, 0)
-    return fold(parts * ratio**order, order), peak
+    return fold(parts * (ratio**order)[None], order), peak
 
 
 def finish(
@@ -339,7 +339,8 @@ class Scale(NamedTuple):
 def divide(num: jax.Array, den: jax.Array) -> Scale:
     """num / den as a Scale; den > 0."""
     ratio = lax.stop_gradient(jnp.abs(num / den))
-    tiny, small, large = ratio < 2.0**-185, ratio < 2.0**-120, ratio > 2.0**120
+    raised = lax.stop_gradient(jnp.abs((num * 2.0**32) / (den * 2.0**-32)))
+    tiny, small, large = raised < 2.0**-120, ratio < 2.0**-120, ratio > 2.0**120
 
     def pick(at_tiny: float, at_small: float, at_large: float) -> jax.Array:
         factor = jnp.where(tiny, at_tiny, jnp.where(small, at_small, 1.0))
@@ -361,13 +362,54 @@ def scaled(
     result is zero whatever the leaf holds.
     """
     dtype = accumulator([leaf.dtype])
+    first, second = (factor.astype(dtype) for factor in scale)
+    times = _times_bfloat16 if leaf.dtype == jnp.bfloat16 else _times
+    product = times(leaf, first, second, changes)
+    return product if drops is None else jnp.where(drops, 0, product)
+
+
+def _times(
+    leaf: jax.Array, first: jax.Array, second: jax.Array, changes: jax.Array
+) -> jax.Array:
     # Multiplied, never divided: compilers fuse a multiplication into whatever
     # comes next, and keep the result of a division in memory.
-    first, second = (factor.astype(dtype) for factor in scale)
-    parts = [part * first * second for part in _parts(leaf, dtype)]
+    parts = [part * first * second for part in _parts(leaf, first.dtype)]
     product = parts[0] if len(parts) == 1 else lax.complex(parts[0], parts[1])
-    product = jnp.where(changes, product.astype(leaf.dtype), leaf)
-    return product if drops is None else jnp.where(drops, 0, product)
+    return jnp.where(changes, product.astype(leaf.dtype), leaf)
+
+
+@jax.custom_jvp
+def _times_bfloat16(
+    leaf: jax.Array, first: jax.Array, second: jax.Array, changes: jax.Array
+) -> jax.Array:
+    # A NaN of unusual bits must not be carried into infinity by the rounding.
+    first = jnp.where(jnp.isnan(first), jnp.nan, first)
+    return lax.platform_dependent(
+        leaf, first, second, changes, cpu=_times_in_bits, default=_times
+    )
+
+
+@_times_bfloat16.defjvp
+def _times_bfloat16_jvp(primals: Any, tangents: Any) -> Any:
+    return _times_bfloat16(*primals), jax.jvp(_times, primals, tangents)[1]
+
+
+def _times_in_bits(
+    leaf: jax.Array, first: jax.Array, second: jax.Array, changes: jax.Array
+) -> jax.Array:
+    """_times for bfloat16, reading, rounding and selecting in integers.
+
+    On CPU a conversion from float32 is never fused into what comes next, and one
+    to float32 is shared with the norm's and kept: a copy of all gradients. The
+    same in integer operations leaves no copy.
+    """
+    half = jnp.uint32(0x7FFF)
+    bits = lax.bitcast_convert_type(leaf, jnp.uint16).astype(jnp.uint32) << 16
+    product = lax.bitcast_convert_type(bits, jnp.float32) * first * second
+    word = lax.bitcast_convert_type(product, jnp.uint32)
+    word = word + (half + ((word >> 16) & 1))  # to nearest, ties to even
+    chosen = jnp.where(changes, word, bits) >> 16
+    return lax.bitcast_convert_type(chosen.astype(jnp.uint16), jnp.bfloat16)
 
 
 def clamped(leaf: jax.Array, high: Any, low: Any) -> jax.Array:
