@@ -43,6 +43,58 @@ def _find(node: Any, path: tuple[Any, ...], skip: "str | None") -> Iterator[_Fou
 
 
 def metrics(opt_state: Tree, prefix: str = "") -> dict[str, jax.Array]:
+    """What every transform of an optimizer state did, as a flat dict of scalars to log.
+
+    Finds each `NormState` however deep it lies (chain, masked, partition, MultiSteps,
+    inject_hyperparams, nnx, replicated by pmap) and gives `grad_norm`, the norm before
+    scaling; `grad_scale`, the smallest scale used; `clipped_fraction`, the share of
+    steps on which a threshold bound; `nonfinite_steps`; and `grad_threshold` for rules
+    with memory.
+
+    A single state, or those under one `skip_spikes` (the outermost of each key), gives
+    these keys; several give each its path in the state first, as in "0/grad_norm".
+
+    Outside of traced code it warns of two mistakes that no type can show: norms that
+    differ between devices (the gradients were not averaged), and sums that repeat on
+    every step (averaged gradients were said to be split).
+
+    Args:
+        opt_state: an optimizer state, or any tree that holds one.
+        prefix: put before every key, as in "train/".
+
+    Returns:
+        A flat dict from key to 0-d array (a vmapped state keeps its shape); empty where
+        there is no NormState.
+
+    Guarantees:
+        - Found in every optax wrapper and in flax nnx (tests:
+          test_monitor.py::test_found_wherever_it_is, ::test_in_flax_nnx).
+        - Before the first step all is finite, and the fraction is 0 (tests:
+          test_monitor.py::test_before_the_first_step).
+        - Several states are told apart by path (tests:
+          test_monitor.py::test_several_states_have_paths).
+        - Usable under jit and scan, without warnings (tests:
+          test_monitor.py::test_inside_traced_code).
+        - A vmapped state keeps its shape (tests:
+          test_monitor.py::test_vmapped_state_keeps_its_shape).
+        - Sums that repeat on every step are reported, on some steps they are not
+          (tests: test_monitor.py::test_repeated_sums_are_reported).
+        - Without a NormState it is empty (tests: test_monitor.py::test_adam_has_none).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_unitnorm as oun
+        >>> tx = optax.chain(oun.clip_by_global_norm(2.5), optax.adam(1e-3))
+        >>> grads = jnp.array([3.0, 4.0])
+        >>> _, state = tx.update(grads, tx.init(grads))
+        >>> for key, value in oun.metrics(state).items():
+        ...     print(key, value)
+        grad_norm 5.0
+        grad_scale 0.5
+        clipped_fraction 1.0
+        nonfinite_steps 0
+    """
     found = list(_find(opt_state, (), None))
     one_skip = len({f.skip for f in found}) == 1 and found[0].skip is not None
     bare = len(found) == 1 or one_skip
@@ -177,6 +229,46 @@ class Description(tuple[LeafRow, ...]):
 
 
 def describe(tree: Tree) -> Description:
+    """A table of the leaves of a tree: which is large, which holds NaN or inf.
+
+    One row for each leaf that counts, those that are not finite first, then by share of
+    the squared global norm: `path`, `shape`, `dtype`, `norm` (of order 2), `share`,
+    `largest` (magnitude), `nan` and `inf` (number of such elements). It prints as a
+    table, also in a notebook; as a tuple of rows it can be searched, and `.nonfinite`
+    lists the paths of the bad leaves. For values outside of jit; under jit `leaf_norms`
+    works.
+
+    Args:
+        tree: any tree of arrays and numbers, gradients as well as parameters.
+
+    Returns:
+        A tuple of rows that prints as a table.
+
+    Raises:
+        ValueError: if the tree holds traced arrays.
+
+    Guarantees:
+        - Every leaf that counts has its row, the largest first, and shares add up to 1
+          (tests: test_monitor.py::test_describe_rows).
+        - Shares are right at any magnitude, and any tree will do (tests:
+          test_monitor.py::test_describe_anything).
+        - Bad leaves are listed, with what they hold, and no good one (tests:
+          test_monitor.py::test_describe_nonfinite).
+        - Paths cannot inject HTML (tests:
+          test_monitor.py::test_describe_escapes_paths).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax_unitnorm as oun
+        >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([1.0, jnp.nan])}
+        >>> table = oun.describe(grads)
+        >>> print(table)
+        path  shape  dtype    norm   share  largest  nan  inf
+        b     2      float32   nan    nan%        1    1    0
+        w     2      float32     5  100.0%        4    0    0
+        >>> table.nonfinite
+        ['b']
+    """
     what = _measure.subject(tree, _scopes.each_leaf(), sharded_over=None)
     arrays = what.leaves.arrays
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
