@@ -105,11 +105,11 @@ def test_float16_squares_overflow() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_running_sum_in_half_precision(dtype: str) -> None:
-    """A thousand leaves of norm 1 have norm 31.6, and not 16."""
-    grads = [jnp.ones(1, dtype) for _ in range(1000)]
+    """400 leaves of norm 1 have norm 20, and not the 16 at which bfloat16 sticks."""
+    grads = [jnp.ones(1, dtype) for _ in range(400)]
     step = jax.jit(oun.normalize_grad_norm)
     updates, norm = step(grads)
-    h.assert_norm(norm, math.sqrt(1000))
+    h.assert_norm(norm, 20.0)
     assert total(updates) == pytest.approx(1.0, rel=5e-3)
 
 

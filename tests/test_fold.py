@@ -32,7 +32,7 @@ def test_ten_million_bfloat16(bfloat16s: np.ndarray, leaves: int) -> None:
 
 
 @pytest.mark.parametrize("ord", [1, 2, 3, math.inf])
-@pytest.mark.parametrize("leaves", [1, 10, 1000])
+@pytest.mark.parametrize("leaves", [1, 100])
 def test_cuts(ord: float, leaves: int) -> None:
     """Two million float32 elements of one sign: rounding has no chance to cancel."""
     values = np.random.default_rng(1).uniform(0.5, 1.5, 2_000_000).astype(np.float32)
@@ -43,9 +43,10 @@ def test_cuts(ord: float, leaves: int) -> None:
 
 def test_many_equal_leaves() -> None:
     """A running sum in bfloat16 would stick at 256."""
-    for dtype in ("bfloat16", "float16", "float8_e4m3fn", "float32"):
-        tree = [jnp.ones(1, dtype) for _ in range(1000)]
-        h.assert_norm(jax.jit(oun.global_norm)(tree), math.sqrt(1000))
+    dtypes = ("bfloat16", "float16", "float8_e4m3fn", "float32")
+    tree = [jnp.ones(2, dtype) for dtype in dtypes for _ in range(80)]
+    h.assert_norm(jax.jit(oun.global_norm)(tree), math.sqrt(640))
+    h.assert_norm(jax.jit(oun.global_norm)(tree[:80] * 4), math.sqrt(640))
 
 
 def test_small_squares_of_float16() -> None:
@@ -55,7 +56,7 @@ def test_small_squares_of_float16() -> None:
 
 
 @pytest.mark.parametrize("ord", ORDERS)
-@hypothesis.given(tree=h.trees(("mixed",)))
+@hypothesis.given(tree=h.trees(("all",)))
 def test_orders_and_magnitudes(ord: float, tree: Any) -> None:
     got = measured(ord)(tree)
     h.assert_norm(got, h.tree_norm(tree, ord))
