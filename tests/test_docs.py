@@ -7,12 +7,15 @@ import pathlib
 import re
 from typing import Any
 
+import jax
 import pytest
 from test_public import public_names, section
 
 import optax_unitnorm as oun
 
 TESTS = pathlib.Path(__file__).parent
+PAGES = TESTS.parent / "docs"
+ROOMS = pathlib.Path(oun.__file__).parent
 DOCUMENTED: dict[str, Any] = {
     "optax_unitnorm": oun,
     **{name: getattr(oun, name) for name in sorted(public_names())},
@@ -47,14 +50,19 @@ def functions_in(file: str) -> set[str]:
     return {node.name for node in nodes if node.name.startswith("test_")}
 
 
+def run_examples(name: str, text: str) -> None:
+    example = doctest.DocTestParser().get_doctest(text, {}, name, None, 0)
+    assert example.examples, "no example"
+    said: list[str] = []
+    with jax.numpy_rank_promotion("allow"):  # as in a reader's own program
+        failed, _ = doctest.DocTestRunner().run(example, out=said.append)
+    assert not failed, "".join(said)
+
+
 @every_name
 def test_example_runs(name: str) -> None:
     """What a reader copies is what a reader gets."""
-    example = doctest.DocTestParser().get_doctest(text_of(name), {}, name, None, 0)
-    assert example.examples, "no example"
-    said: list[str] = []
-    failed, _ = doctest.DocTestRunner().run(example, out=said.append)
-    assert not failed, "".join(said)
+    run_examples(name, text_of(name))
 
 
 @every_name
@@ -89,3 +97,25 @@ def test_tour_names_everything() -> None:
     """`help(optax_unitnorm)` leaves nothing public out."""
     words = set(re.findall(r"\w+", text_of("optax_unitnorm")))
     assert public_names() <= words
+
+
+# ------------------------------------------------------------------ pages
+
+
+@pytest.mark.parametrize("page", ["concepts", "architecture"])
+def test_page_runs(page: str) -> None:
+    """The code of a page, its blocks one after the other."""
+    text = (PAGES / f"{page}.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    run_examples(page, "\n".join(blocks))
+
+
+def test_architecture_names_every_room() -> None:
+    """No room without its line, no line without its room; tests likewise."""
+    text = (PAGES / "architecture.md").read_text()
+    rooms = text[text.index("## Rooms") : text.index("## Which room")]
+    named = set(re.findall(r"^\| `(\w+\.py)`", rooms, flags=re.MULTILINE))
+    assert named == {path.name for path in ROOMS.glob("*.py")}
+    tests = text[text.index("## Tests") :]
+    for pattern in re.findall(r"`([\w*]+\.py)`", tests):
+        assert list(TESTS.glob(pattern)), pattern
