@@ -1,6 +1,7 @@
 """Runs recorded calls in the framework itself: `python _frameworks.py SYSTEM`.
 
-Records come in as JSON on standard input, fresh ones go out on standard output.
+Records come in as JSON on standard input, fresh ones go out on standard output; in
+place of a record, a line of code is run as it stands and only its error comes back.
 It runs in a process of its own, which needs the framework and numpy, not JAX:
 Keras takes its backend from the environment at import, and a framework seldom lives
 in the environment of another. Exit code 3 says that it is not installed.
@@ -97,6 +98,16 @@ class Torch:
             fresh["outputs"] = [self.record(param.grad) for param in params]
         return fresh
 
+    def names(self) -> dict[str, Any]:
+        """What a line of the guide may use."""
+        torch = self.torch
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(model(torch.ones(4, 2)).sum()).backward()
+        names = {"model": model, "optimizer": optimizer, "scaler": scaler}
+        return vars(torch.nn.utils) | names | {"norm": torch.tensor(13.0)}
+
 
 class TensorFlow:
     """TensorFlow's own functions."""
@@ -144,6 +155,11 @@ class TensorFlow:
         outputs = [self.record(x) for x in result]
         return {"outputs": outputs, "norm": None if norm is None else self.record(norm)}
 
+    def names(self) -> dict[str, Any]:
+        """What a line of the guide may use."""
+        grads = [self.tf.constant([[3.0, 4.0], [0.0, 0.0]]), self.tf.constant([12.0])]
+        return {"tf": self.tf, "grads": grads, "norm": self.tf.constant(13.0)}
+
 
 class Keras:
     """Keras on the backend it was imported with; that backend makes the tensors."""
@@ -188,6 +204,10 @@ class Keras:
             after = [v.value for v in variables]
         return {"outputs": [native.record(-x) for x in after]}
 
+    def names(self) -> dict[str, Any]:
+        """What a line of the guide may use."""
+        return {"SGD": self.keras.optimizers.SGD}
+
 
 class Jax:
     """JAX arrays, for Keras on JAX."""
@@ -220,7 +240,11 @@ def main(system: str) -> int:
     answers = []
     for record in json.load(sys.stdin):
         try:
-            answers.append(framework.run(record))
+            if isinstance(record, str):
+                exec(record, framework.names())
+                answers.append({})
+            else:
+                answers.append(framework.run(record))
         except Exception as error:  # whatever they raise is their answer
             message = str(error).split("\n")[0][:120]
             answers.append(

@@ -25,7 +25,7 @@ def _text() -> str:
     return GUIDE.read_text()
 
 
-def _rows(heading: str) -> list[list[str]]:
+def rows(heading: str) -> list[list[str]]:
     """The cells of the table under a heading, without its two head lines."""
     section = re.split(r"^## ", _text(), flags=re.MULTILINE)
     body = next(s for s in section if s.startswith(heading))
@@ -33,7 +33,8 @@ def _rows(heading: str) -> list[list[str]]:
     return [[c.strip() for c in line.strip("|").split(" | ")] for line in lines[2:]]
 
 
-def _code(cell: str) -> list[str]:
+def code(cell: str) -> list[str]:
+    """The pieces of code in a cell."""
     return re.findall(r"`([^`]+)`", cell)
 
 
@@ -72,8 +73,8 @@ TABLES = ("TensorFlow and Keras", "PyTorch", "optax", "I have NaN gradients")
 
 def _lines() -> Iterator[tuple[str, str]]:
     for table in TABLES:
-        for row in _rows(table):
-            yield from ((table, line) for line in _code(row[1]))
+        for row in rows(table):
+            yield from ((table, line) for line in code(row[1]))
 
 
 @pytest.mark.parametrize(("table", "line"), [*_lines()])
@@ -86,7 +87,7 @@ def test_a_line_of_ours_runs(names: dict[str, Any], table: str, line: str) -> No
 
 def test_every_row_has_a_line() -> None:
     """No row of the four tables has an empty middle."""
-    assert all(_code(row[1]) for table in TABLES for row in _rows(table))
+    assert all(code(row[1]) for table in TABLES for row in rows(table))
 
 
 def _run(line: str, names: dict[str, Any]) -> Any:
@@ -103,12 +104,12 @@ def _step(tx: optax.GradientTransformation, names: dict[str, Any]) -> Any:
     return tx.update(grads, tx.init(params), params)[0]
 
 
-@pytest.mark.parametrize(("theirs", "line"), [row[:2] for row in _rows("optax")])
+@pytest.mark.parametrize(("theirs", "line"), [row[:2] for row in rows("optax")])
 def test_optax_line_does_the_same(
     names: dict[str, Any], theirs: str, line: str
 ) -> None:
     """In optax's table both columns run, and where nothing is said they agree."""
-    one, two = (_run(_code(cell)[0], names) for cell in (theirs, line))
+    one, two = (_run(code(cell)[0], names) for cell in (theirs, line))
     if isinstance(one, optax.GradientTransformation):
         one, two = _step(one, names), _step(two, names)
     if isinstance(one, tuple):  # per-example sums and counts
@@ -123,7 +124,7 @@ def test_optax_line_does_the_same(
 def test_the_differences_are_all_there() -> None:
     """The list has every name once, with a record that falls under it."""
     records = {record["id"]: record for record in parity.load()}
-    shown = {row[0]: _code(row[3])[0] for row in _rows("The differences")}
+    shown = {row[0]: code(row[3])[0] for row in rows("The differences")}
     assert set(shown) == set(test_parity.DIFFERENCES)
     assert {
         name: test_parity.name(records[record]) for name, record in shown.items()

@@ -14,6 +14,7 @@ import sys
 import _parity as parity
 import pytest
 from _frameworks import NOT_INSTALLED
+from test_guide import code, rows
 from test_parity import SYSTEMS, complaint
 
 pytestmark = pytest.mark.live
@@ -25,8 +26,7 @@ def _interpreters() -> list[str]:
     return os.environ.get("OUN_LIVE_PYTHON", sys.executable).split(os.pathsep)
 
 
-def _answers(system: str, records: list[dict]) -> dict | None:
-    asked = [{k: r[k] for k in ("api", "call", "inputs")} for r in records]
+def _answers(system: str, asked: list) -> dict:
     for python in _interpreters():
         run = subprocess.run(
             [python, str(FRAMEWORKS), system],
@@ -40,16 +40,15 @@ def _answers(system: str, records: list[dict]) -> dict | None:
         assert run.returncode == 0, run.stderr
         # Frameworks greet on standard output too; the answer is the last line.
         return json.loads(run.stdout.splitlines()[-1])
-    return None
+    pytest.skip(f"{system} is not installed")
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_framework_still_says_so(system: str) -> None:
     """The installed framework returns what was recorded, and we stand as we did."""
     records = [r for r in parity.load() if r["system"] == system]
-    live = _answers(system, records)
-    if live is None:
-        pytest.skip(f"{system} is not installed")
+    asked = [{k: r[k] for k in ("api", "call", "inputs")} for r in records]
+    live = _answers(system, asked)
     wrong = {}
     for record, answer in zip(records, live["answers"], strict=True):
         fresh = {
@@ -61,3 +60,21 @@ def test_framework_still_says_so(system: str) -> None:
     assert not wrong, f"{live['versions']}\n" + "\n".join(
         f"{key}: {why}" for key, why in wrong.items()
     )
+
+
+LINES = {
+    "torch": [line for row in rows("PyTorch") for line in code(row[0])],
+    "tf": [x for row in rows("TensorFlow") for x in code(row[0]) if "tf." in x],
+    "keras-tensorflow": [
+        x for row in rows("TensorFlow") for x in code(row[0]) if x.startswith("SGD")
+    ],
+}
+
+
+@pytest.mark.parametrize("system", LINES)
+def test_a_line_of_theirs_runs(system: str) -> None:
+    """What the guide says that you wrote is what one writes."""
+    lines = [line for line in LINES[system] if not line.startswith("@")]
+    live = _answers(system, lines)
+    errors = zip(lines, live["answers"], strict=True)
+    assert lines and not {line: answer for line, answer in errors if answer}
