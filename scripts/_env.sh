@@ -33,12 +33,17 @@ PY
   return 1
 }
 
-# make_env NAME PYTHON PIP-ARGUMENTS...: an environment, made when it is missing
-# and made anew when pyproject.toml, the interpreter or the arguments change.
+# make_env NAME PYTHON PIP-ARGUMENTS...: an environment, made when it is missing and
+# made anew when the interpreter, the arguments or what pyproject.toml says before
+# its settings of tools changes.
 make_env() {
   local dir=$ENVS/$1 python=$2 stamp
   shift 2
-  stamp=$({ "$python" -VV; pwd; cat pyproject.toml; echo "$@"; } | cksum)
+  stamp=$({
+    "$python" -VV
+    sed '/^\[tool/,$d' pyproject.toml
+    echo "$PWD $*"
+  } | cksum)
   [[ -f $dir/stamp && $(<"$dir/stamp") == "$stamp" ]] && return
   echo "Installing into ${dir#"$PWD"/} ($("$python" -V); once, a minute or two) ..."
   "$python" -m venv --clear "$dir" &&
