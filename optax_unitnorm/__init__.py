@@ -100,7 +100,13 @@ Guarantees:
       test_leaves.py::test_boxes_keep_their_type).
     - Split over devices, all is as on one device, bit for bit the same on each
       (tests: test_devices_auto.py::test_every_transform_and_order,
-      ::test_training_equals_one_device).
+      ::test_training_equals_one_device,
+      test_devices_stated.py::test_specs_of_each_leaf,
+      ::test_pmap_training_with_averaged_gradients).
+    - Where types cannot tell how leaves lie, an error asks; where gradients vary and
+      their parameters do not, it says so (tests:
+      test_devices_stated.py::test_auto_asks_the_question,
+      test_devices_auto.py::test_gradients_that_vary_where_parameters_do_not).
     - jit, vmap, scan, checkpoint, donation, one compilation for all thresholds
       (tests: test_contract.py::test_vmap, ::test_scan_and_while,
       ::test_checkpoint, ::test_donated, ::test_one_compilation).

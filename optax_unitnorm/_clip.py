@@ -145,7 +145,8 @@ def clip_by_leaf_norm(
         - Never a mixture of NaN and numbers in what shares a norm (tests:
           test_contract.py::test_nonfinite).
         - Split over devices, updates and state are those of one device (tests:
-          test_devices_auto.py::test_every_transform_and_order).
+          test_devices_auto.py::test_every_transform_and_order,
+          ::test_slices_of_split_leaves).
 
     References:
         Keras, `clipnorm` of `keras.optimizers.Optimizer`.
@@ -379,7 +380,8 @@ def clip_by_leaf_rms(
         - Never a mixture of NaN and numbers in what shares a norm (tests:
           test_contract.py::test_nonfinite).
         - Split over devices, updates and state are those of one device (tests:
-          test_devices_auto.py::test_every_transform_and_order).
+          test_devices_auto.py::test_every_transform_and_order,
+          ::test_slices_of_split_leaves).
 
     References:
         Shazeer and Stern, Adafactor: Adaptive learning rates with sublinear memory
@@ -540,8 +542,10 @@ def clip_by_param_norm(
           test_contract.py::test_derivatives).
         - Never a mixture of NaN and numbers in what shares a norm (tests:
           test_contract.py::test_nonfinite).
-        - Split over devices, updates and state are those of one device (tests:
-          test_devices_auto.py::test_every_transform_and_order,
+        - Split over devices, updates and state are those of one device, and an error
+          asks for the PartitionSpec where a unit may be split (tests:
+          test_devices_auto.py::test_units_along_split_axes,
+          ::test_parts_of_split_leaves_need_the_spec,
           test_compose.py::test_param_norm_on_a_mesh).
 
     References:

@@ -77,8 +77,12 @@ def metrics(opt_state: Tree, prefix: str = "") -> dict[str, jax.Array]:
           test_monitor.py::test_inside_traced_code).
         - A vmapped state keeps its shape (tests:
           test_monitor.py::test_vmapped_state_keeps_its_shape).
+        - Norms that differ between devices are reported (tests:
+          test_devices_stated.py::test_forgotten_averaging,
+          ::test_forgotten_averaging_between_the_shards_of_one_array).
         - Sums that repeat on every step are reported, on some steps they are not
-          (tests: test_monitor.py::test_repeated_sums_are_reported).
+          (tests: test_devices_stated.py::test_averaged_gradients_said_to_be_split,
+          ::test_one_repeated_step_is_counted_and_no_mistake).
         - Without a NormState it is empty (tests: test_monitor.py::test_adam_has_none).
 
     Example:

@@ -151,7 +151,8 @@ def normalize_to_unit_leaf_norm(
         - Never a mixture of NaN and numbers in what shares a norm (tests:
           test_contract.py::test_nonfinite).
         - Split over devices, updates and state are those of one device (tests:
-          test_devices_auto.py::test_every_transform_and_order).
+          test_devices_auto.py::test_every_transform_and_order,
+          ::test_slices_of_split_leaves).
 
     References:
         Yu, Huang, Lin, Salakhutdinov and Carbonell, Block-normalized gradient method:
@@ -394,7 +395,8 @@ def normalize_to_unit_leaf_rms(
         - Never a mixture of NaN and numbers in what shares a norm (tests:
           test_contract.py::test_nonfinite).
         - Split over devices, updates and state are those of one device (tests:
-          test_devices_auto.py::test_every_transform_and_order).
+          test_devices_auto.py::test_every_transform_and_order,
+          ::test_slices_of_split_leaves).
 
     References:
         Yu, Huang, Lin, Salakhutdinov and Carbonell, Block-normalized gradient method:

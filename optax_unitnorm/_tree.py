@@ -57,6 +57,8 @@ def global_norm(
         - Nothing to count gives 0 (tests: test_tree.py::test_global_norm_of_nothing).
         - The derivative is g/n, and finite at zero (tests:
           test_tree.py::test_gradients_flow_through).
+        - Split over devices, all is as on one (tests:
+          test_devices_auto.py::test_functions_on_trees).
 
     References:
         Blue, A portable Fortran program to find the Euclidean norm of a vector, ACM
@@ -105,6 +107,8 @@ def leaf_norms(
         - One entry for each leaf that counts, in leaf order (tests:
           test_tree.py::test_leaf_norms).
         - Usable under jit (tests: test_tree.py::test_leaf_norms).
+        - Split over devices, all is as on one (tests:
+          test_devices_auto.py::test_functions_on_trees).
 
     Example:
         >>> import jax.numpy as jnp
@@ -163,6 +167,8 @@ def normalize_grad_norm(
           ::test_counted).
         - Running sums in half precision do not lose elements (tests:
           test_cases.py::test_running_sum_in_half_precision).
+        - Split over devices, all is as on one (tests:
+          test_devices_auto.py::test_functions_on_trees, ::test_derivatives_on_devices).
 
     References:
         Hazan, Levy and Shalev-Shwartz, Beyond convexity: stochastic quasi-convex
@@ -238,6 +244,9 @@ def clip_grad_norm(
         - Under jit it says what to do instead (tests:
           test_tree.py::test_error_under_jit).
         - It can be differentiated (tests: test_tree.py::test_gradients_flow_through).
+        - Split over devices, all is as on one, and a known norm sends nothing (tests:
+          test_devices_auto.py::test_functions_on_trees,
+          ::test_known_norm_needs_no_collective).
 
     References:
         Pascanu, Mikolov and Bengio, On the difficulty of training recurrent neural
