@@ -41,9 +41,9 @@ Thresholds that follow the history of norms::
     clip_by_global_norm_percentile, clip_by_global_norm_zscore, clip_by_leaf_norm_ema
     skip_spikes(inner)                         no update at all on a spike
 
-As it is elsewhere: `clip_like_keras`, `clip_like_torch`.
+With the arithmetic of elsewhere: `clip_like_keras`, `clip_like_torch`.
 
-Functions on trees, in a chain or without any::
+Functions on trees, outside any optimizer::
 
     global_norm(tree)                          the norm
     leaf_norms(tree)                           a norm for each path
@@ -82,7 +82,8 @@ A wrong argument is a TypeError or ValueError when the transform is built, "`nam
 be rule; got value."; what does not fit the gradients is one at update, and names the
 path. Values under jit are never looked at.
 
-The state of each transform is a `NormState`: norm, scale, and counts of steps.
+Whatever measures norms records the norm, the scale and counts of steps in its state, a
+`NormState`.
 
 Guarantees:
     - Norms agree with float64 to 4 float32 eps, however leaves are cut, at any
@@ -103,6 +104,7 @@ Guarantees:
       ::test_training_equals_one_device,
       test_devices_stated.py::test_specs_of_each_leaf,
       ::test_pmap_training_with_averaged_gradients).
+    - Under jit nothing is gathered (tests: test_cases.py::test_jit_gathers_nothing).
     - Where types cannot tell how leaves lie, an error asks; where gradients vary and
       their parameters do not, it says so (tests:
       test_devices_stated.py::test_auto_asks_the_question,
