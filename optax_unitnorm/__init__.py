@@ -130,6 +130,13 @@ from optax_unitnorm._clip import clip_by_value as clip_by_value
 from optax_unitnorm._clip import record_norm as record_norm
 from optax_unitnorm._clip import scale_from_norm as scale_from_norm
 from optax_unitnorm._clip import soft_clip_by_global_norm as soft_clip_by_global_norm
+from optax_unitnorm._history import (
+    clip_by_global_norm_percentile as clip_by_global_norm_percentile,
+)
+from optax_unitnorm._history import (
+    clip_by_global_norm_zscore as clip_by_global_norm_zscore,
+)
+from optax_unitnorm._history import clip_by_leaf_norm_ema as clip_by_leaf_norm_ema
 from optax_unitnorm._monitor import describe as describe
 from optax_unitnorm._monitor import metrics as metrics
 from optax_unitnorm._normalize import (
@@ -147,6 +154,7 @@ from optax_unitnorm._normalize import (
 from optax_unitnorm._normalize import (
     normalize_to_unit_leaf_rms as normalize_to_unit_leaf_rms,
 )
+from optax_unitnorm._skip import skip_spikes as skip_spikes
 from optax_unitnorm._transform import NormState as NormState
 from optax_unitnorm._tree import clip_grad_norm as clip_grad_norm
 from optax_unitnorm._tree import global_norm as global_norm

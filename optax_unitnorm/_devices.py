@@ -79,7 +79,10 @@ def _is_names(value: Any) -> bool:
 # ---------------------------------------------------------------- what types say
 def varying(x: Any) -> frozenset[Axis]:
     """The axes over which a value differs between devices, as its type knows."""
-    kind = jax.typeof(x)
+    return _varying_of(jax.typeof(x))
+
+
+def _varying_of(kind: Any) -> frozenset[Axis]:
     manual = getattr(kind, "manual_axis_type", None)  # jax >= 0.10
     return frozenset(kind.vma if manual is None else manual.varying)
 
@@ -468,6 +471,36 @@ def largest(values: jax.Array) -> jax.Array:
     sent = jnp.concatenate([jnp.where(bad, -jnp.inf, values), bad.astype(values.dtype)])
     received = lax.pmax(sent, axes)
     return jnp.where(received[values.size :] > 0, jnp.nan, received[: values.size])
+
+
+# They name an axis and send nothing over it.
+_SILENT = frozenset({"axis_index", "pvary", "pcast"})
+
+
+def communicates(jaxpr: Any) -> bool:
+    """Whether a program, or any program inside it, sends something over an axis."""
+    for equation in jaxpr.eqns:
+        named = equation.params.get("axes", equation.params.get("axis_name"))
+        axes = named if isinstance(named, (tuple, list, frozenset)) else (named,)
+        over = [a for a in axes if a is not None and not isinstance(a, int)]
+        if over and equation.primitive.name not in _SILENT:
+            return True
+        for value in equation.params.values():
+            for body in value if isinstance(value, (tuple, list)) else (value,):
+                body = getattr(body, "jaxpr", body)
+                if hasattr(body, "eqns") and communicates(body):
+                    return True
+    return False
+
+
+def same_type(x: Any, kind: Any) -> bool:
+    """Whether a value has a type, its weakness aside: both sides of a branch must."""
+    own = jax.typeof(x)
+    return (
+        (own.shape, own.dtype) == (kind.shape, kind.dtype)
+        and _varying_of(own) == _varying_of(kind)
+        and own.sharding.spec == kind.sharding.spec
+    )
 
 
 def stated_now(built_with: Any, given: Any) -> Any:

@@ -35,7 +35,10 @@ def _find(node: Any, path: tuple[Any, ...], skip: "str | None") -> Iterator[_Fou
         skip = name(path) if skip is None else skip
         for field in node._fields:
             inner = (*path, jax.tree_util.GetAttrKey(field))
-            yield from _find(getattr(node, field), inner, skip)
+            if field == "norm":
+                yield _Found(name(inner), node.norm, node.threshold, skip)
+            else:
+                yield from _find(getattr(node, field), inner, skip)
     else:
         for key, child in _leaves.one_level(node)[0]:
             if child is not node:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from optax_unitnorm import _checks, _devices, _fold, _leaves, _measure
 from optax_unitnorm._types import (
@@ -51,6 +52,14 @@ class NormState(NamedTuple):
         - Counts add up over a run, and `steps` does not wrap (tests:
           test_transform.py::test_state_over_a_run,
           ::test_steps_do_not_wrap_a_schedule).
+        - `repeated` leaves out zero sums, axes of size 1 and bad norms, and takes sign
+          updates for repeated ones (tests:
+          test_devices_stated.py::test_zero_sums_do_not_count_as_repeated,
+          ::test_axes_of_size_one_do_not_count_as_repeated,
+          ::test_non_finite_sums_do_not_count_as_repeated,
+          ::test_signs_look_like_repeated_sums_as_documented).
+        - Where devices have norms of their own, the largest is recorded, the same on
+          each (tests: test_devices_auto.py::test_none_means_a_norm_of_each_device).
         - Any other state is handed back untouched, and the rule still applies (tests:
           test_contract.py::test_foreign_state).
 
@@ -155,10 +164,12 @@ def transform(
         state = init_norm_state(params)
         if history is None:
             return state
-        what = _measure.subject(params, scope, mask=mask, sharded_over=built_with)
+        what = _measure.subject(params, scope, mask=mask, sharded_over=None)
+        if any(share.kept for share in what.shares):
+            # Only the number of slices depends on how leaves lie.
+            what = _measure.subject(params, scope, mask=mask, sharded_over=built_with)
         blocks = _measure.plan(what, order).size
-        dtype = state.grad_norm.dtype
-        return HistoryState(state, *history.init(blocks, dtype))
+        return HistoryState(state, *history.init(blocks, state.grad_norm.dtype))
 
     def update(
         updates: Tree,
@@ -187,7 +198,7 @@ def transform(
         measured, plan = _measure.measure(what, order, reference)
         norms = measured.norms
         dtype = norms.block.dtype
-        now = [_at_step(t, record, dtype) for t in thresholds]
+        now = [at_step(t, record, dtype) for t in thresholds]
 
         if history is None:
             outcome = _amend(norms, rule(norms, *now), nonfinite)
@@ -195,17 +206,22 @@ def transform(
             seen = _devices.largest(_summary(norms, outcome))
             if record is None:
                 return what.leaves.rebuild(arrays), state
-            new = _count(record, seen, measured.repeated)
+            new = count_step(record, seen, measured.repeated)
             return what.leaves.rebuild(arrays), new
 
         # The history is the same on all devices, even where their norms are not.
-        common = _common(norms)
-        threshold, memory = history.step(state.memory, common, *now)
-        outcome = _amend(norms, rule(norms, threshold), nonfinite)
-        arrays = _apply(what.leaves.arrays, outcome, plan=plan)
+        common = _common(norms, record.grad_norm.dtype)
+        now = [t.astype(common.total.dtype) for t in now]
+        threshold, memory = history.step(
+            jax.lax.stop_gradient(state.memory), common, *now
+        )
+        decision = rule(norms, threshold.astype(dtype))
+        arrays = _apply(
+            what.leaves.arrays, _amend(norms, decision, nonfinite), plan=plan
+        )
         seen = _summary(common, _amend(common, rule(common, threshold), nonfinite))
         memory = _keep_if(jnp.isfinite(common.total), memory, state.memory)
-        new = HistoryState(_count(record, seen, measured.repeated), threshold, memory)
+        new = HistoryState(count_step(record, seen, measured.repeated), threshold, memory)
         return what.leaves.rebuild(arrays), new
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -245,7 +261,7 @@ def _record_in(state: Any, history: "History | None") -> "NormState | None":
     return state.norm
 
 
-def _at_step(threshold: Any, record: "NormState | None", dtype: Any) -> jax.Array:
+def at_step(threshold: Any, record: "NormState | None", dtype: Any) -> jax.Array:
     """A threshold as an array, a schedule called with the transform's own step."""
     if callable(threshold):
         assert record is not None
@@ -270,6 +286,8 @@ def _amend(norms: Norms, decision: Decision, nonfinite: Any) -> _Outcome:
 def _apply(
     arrays: "list[jax.Array]", outcome: _Outcome, *, plan: _measure.Plan
 ) -> "list[jax.Array]":
+    # Without a barrier each leaf's loop would work out all scales anew.
+    outcome = jax.tree.map(lax.optimization_barrier, outcome)
     scaled: list[jax.Array] = []
     for i, leaf in enumerate(arrays):
         own = functools.partial(_measure.spread, plan=plan, i=i)
@@ -291,7 +309,8 @@ def _summary(norms: Norms, outcome: _Outcome) -> jax.Array:
     return jnp.concatenate([jnp.stack([norms.total, -smallest]), flags])
 
 
-def _count(record: NormState, seen: jax.Array, repeated: jax.Array) -> NormState:
+def count_step(record: NormState, seen: jax.Array, repeated: jax.Array) -> NormState:
+    """The record after a step; see `_summary` for what was seen."""
     norm, minus_scale, bound, bad = seen
     dtype = record.grad_norm.dtype
     repeated = repeated & (bad == 0)
@@ -305,9 +324,12 @@ def _count(record: NormState, seen: jax.Array, repeated: jax.Array) -> NormState
     )
 
 
-def _common(norms: Norms) -> Norms:
-    every = _devices.largest(jnp.concatenate([norms.block, norms.total[None]]))
-    return norms._replace(block=every[:-1], total=every[-1])
+def _common(norms: Norms, dtype: Any) -> Norms:
+    """The largest norms over devices that have their own, in the memory's dtype."""
+    every = jnp.concatenate([norms.block, norms.total[None]]).astype(dtype)
+    every = _devices.largest(every)
+    size = norms.size.astype(dtype)
+    return norms._replace(block=every[:-1], size=size, total=every[-1])
 
 
 def _keep_if(finite: jax.Array, new: Any, old: Any) -> Any:
