@@ -104,7 +104,9 @@ Guarantees:
       ::test_training_equals_one_device,
       test_devices_stated.py::test_specs_of_each_leaf,
       ::test_pmap_training_with_averaged_gradients).
-    - Under jit nothing is gathered (tests: test_cases.py::test_jit_gathers_nothing).
+    - Under jit no leaf is gathered, and with explicit axes or stated specs one
+      all-reduce serves all (tests: test_devices_jit.py::test_sharded_arrays,
+      test_cases.py::test_jit_gathers_nothing).
     - Where types cannot tell how leaves lie, an error asks; where gradients vary and
       their parameters do not, it says so (tests:
       test_devices_stated.py::test_auto_asks_the_question,
