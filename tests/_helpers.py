@@ -1,5 +1,6 @@
 """What the tests hold the library against: float64 numpy, written without it."""
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -8,7 +9,9 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
+import pytest
 
 EPS32 = float(np.finfo(np.float32).eps)
 EPS64 = float(np.finfo(np.float64).eps)
@@ -272,6 +275,23 @@ def trees(draw_from: st.DrawFn, kinds: Sequence[str] = KINDS) -> Any:
         zeros = draw_from(st.sampled_from([0.0, 0.3, 1.0]))
         leaves.append(draw(seed + i, shape, dtype, top, spread, zeros))
     return treedef.unflatten(leaves)
+
+
+def refused(build: Callable[[], Any], name: str) -> None:
+    """A ValueError or TypeError of the one sentence shape, when it is built."""
+    shape = rf"^`{name}` must .+; got .+\.$"
+    with untyped(), pytest.raises((ValueError, TypeError), match=shape):
+        build()
+
+
+@contextlib.contextmanager
+def untyped() -> Iterator[None]:
+    """Without the type checks that only tests have: what a user's mistake meets."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 COLLECTIVES = (

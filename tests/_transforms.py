@@ -88,6 +88,10 @@ class Row:
         named = dict(zip(self.thresholds, thresholds, strict=False))
         return self.factory(**named, **self.args, **options)
 
+    def start(self, tx: optax.GradientTransformation, params: Any) -> Any:
+        """A first state, where one is needed."""
+        return tx.init(params) if self.memory else None
+
     def takes(self, option: str) -> bool:
         return option in inspect.signature(self.factory).parameters
 
@@ -144,7 +148,7 @@ ROWS = [
         "clip",
         h.whole,
         keep,
-        args={"zscore": 2.5, "warmup": 4, "max_norm": math.inf},
+        args={"z_threshold": 2.5, "warmup": 4, "max_norm": math.inf},
         memory=True,
     ),
     Row(
@@ -152,7 +156,7 @@ ROWS = [
         "clip",
         h.each,
         keep,
-        args={"lambda_rel": 1.05, "warmup": 4, "max_norm": math.inf},
+        args={"ratio": 1.05, "warmup": 4, "max_norm": math.inf},
         memory=True,
     ),
     Row(

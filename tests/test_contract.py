@@ -350,7 +350,8 @@ def test_derivatives(row: Row, options: dict[str, Any]) -> None:
         return expected(row, g, t, p, **options)[0]
 
     def update(t: Any, g: Any, p: Any) -> Any:
-        return row.make(*t, **options).update(g, None, p)[0]
+        tx = row.make(*t, **options)
+        return tx.update(g, row.start(tx, p), p)[0]
 
     def both(primals: Any, tangents: Any) -> Any:
         _, forward = jax.jvp(update, primals, tangents)
@@ -385,7 +386,7 @@ def test_derivative_at_zero(row: Row, options: dict[str, Any]) -> None:
 
     def update(g: Any) -> Any:
         tx = row.make(*(1.0,)[: len(row.thresholds)], **options)
-        return tx.update(g, None, ones)[0]
+        return tx.update(g, row.start(tx, ones), ones)[0]
 
     def both(point: Any) -> Any:
         _, forward = jax.jvp(update, (point,), (ones,))
@@ -405,7 +406,7 @@ def test_derivative_beside_a_zero_block(row: Row) -> None:
 
     def total(g: Any) -> jax.Array:
         tx = row.make(*(1.0,)[: len(row.thresholds)])
-        return optax.tree.sum(tx.update(g, None, ones)[0])
+        return optax.tree.sum(tx.update(g, row.start(tx, ones), ones)[0])
 
     chex.assert_tree_all_finite(jax.grad(total)(grads))
 
@@ -708,13 +709,6 @@ def test_clipped_counts_blocks_together(row: Row) -> None:
 # ------------------------------------------------------------------ arguments
 
 
-def refused(build: Callable[[], Any], name: str) -> None:
-    """A ValueError or TypeError of the one sentence shape, when it is built."""
-    with pytest.raises((ValueError, TypeError)) as error:
-        build()
-    assert re.fullmatch(rf"`{name}` must .+; got .+\.", str(error.value)), error.value
-
-
 NEGATIVE = (-1.0, -1, -math.inf, np.float32(-0.5), np.array(-2.0))
 NO_NUMBERS = (math.nan, np.float64("nan"), True, np.bool_(True), "1.0", 1j, [1.0])
 
@@ -729,7 +723,7 @@ def bad_values(name: str) -> tuple[Any, ...]:
 @each_threshold
 def test_bad_threshold(row: Row, name: str) -> None:
     for bad in bad_values(name):
-        refused(lambda bad=bad: row.factory(**setting(row, name, bad)), name)
+        h.refused(lambda bad=bad: row.factory(**setting(row, name, bad)), name)
 
 
 @each_threshold
@@ -742,25 +736,25 @@ def test_good_threshold(row: Row, name: str) -> None:
 @every(taking("ord"))
 def test_bad_ord(row: Row) -> None:
     for bad in (0.5, 0, -1, -math.inf, math.nan, True, "fro", np.float32(0.9)):
-        refused(lambda bad=bad: row.make(*binding(row), ord=bad), "ord")
+        h.refused(lambda bad=bad: row.make(*binding(row), ord=bad), "ord")
 
 
 @every(taking("min_norm"))
 def test_bad_min_norm(row: Row) -> None:
     for bad in (*NEGATIVE, *NO_NUMBERS, None):
-        refused(lambda bad=bad: row.make(min_norm=bad), "min_norm")
+        h.refused(lambda bad=bad: row.make(min_norm=bad), "min_norm")
 
 
 @every(taking("nonfinite"))
 def test_bad_nonfinite(row: Row) -> None:
     for bad in ("skip", "", None, True, 0):
-        refused(lambda bad=bad: row.make(*binding(row), nonfinite=bad), "nonfinite")
+        h.refused(lambda bad=bad: row.make(*binding(row), nonfinite=bad), "nonfinite")
 
 
 @every(taking("stacked_axis"))
 def test_bad_stacked_axis(row: Row) -> None:
     for bad in (0.5, "0", True):
-        refused(
+        h.refused(
             lambda bad=bad: row.make(*binding(row), stacked_axis=bad), "stacked_axis"
         )
 
@@ -768,6 +762,6 @@ def test_bad_stacked_axis(row: Row) -> None:
 @every(taking("sharded_over"))
 def test_bad_sharded_over(row: Row) -> None:
     for bad in (1, 0.5, True):
-        refused(
+        h.refused(
             lambda bad=bad: row.make(*binding(row), sharded_over=bad), "sharded_over"
         )

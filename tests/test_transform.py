@@ -251,8 +251,7 @@ def test_rank_without_a_rule() -> None:
 
 @pytest.mark.parametrize("bad", [-1.0, math.nan, True, "1", None])
 def test_bad_eps(bad: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=r"^`eps` must .+; got .+\.$"):
-        oun.clip_by_param_norm(0.1, eps=bad)
+    h.refused(lambda: oun.clip_by_param_norm(0.1, eps=bad), "eps")
 
 
 # ------------------------------------------------------------------ state
@@ -370,18 +369,16 @@ def test_said_in_the_step() -> None:
         )
         want, _ = tx.update(GROUPED, state, GROUPED)
         h.assert_close(got, jax.tree.map(h.wide, want))
-    with pytest.raises((TypeError, ValueError), match=r"^`sharded_over` must .+; got"):
-        oun.clip_by_global_norm(1.0).update(GROUPED, None, sharded_over=3)
+    tx = oun.clip_by_global_norm(1.0)
+    h.refused(lambda: tx.update(GROUPED, None, sharded_over=3), "sharded_over")
 
 
 # ------------------------------------------------------------------ arguments
 
 
 def test_bad_per_and_fn() -> None:
-    with pytest.raises(ValueError, match=r"^`per` must .+; got 'tensor'\.$"):
-        oun.scale_from_norm(lambda n: n, per="tensor")
-    with pytest.raises((TypeError, ValueError), match=r"^`fn` must .+; got .+\.$"):
-        oun.scale_from_norm(2.0)
+    h.refused(lambda: oun.scale_from_norm(lambda n: n, per="tensor"), "per")
+    h.refused(lambda: oun.scale_from_norm(2.0), "fn")
 
 
 def test_message_shape() -> None:

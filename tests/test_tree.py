@@ -147,12 +147,9 @@ def test_error_under_jit() -> None:
 
 @pytest.mark.parametrize("bad", [-1.0, math.nan, True, "1", None])
 def test_bad_arguments(bad: Any) -> None:
-    shape = r"^`max_norm` must .+; got .+\.$"
-    with pytest.raises((TypeError, ValueError), match=shape):
-        oun.clip_grad_norm(GRADS, bad)
+    h.refused(lambda: oun.clip_grad_norm(GRADS, bad), "max_norm")
     if bad is not None:
-        with pytest.raises((TypeError, ValueError), match=r"^`ord` must .+; got .+\.$"):
-            oun.global_norm(GRADS, ord=bad)
+        h.refused(lambda: oun.global_norm(GRADS, ord=bad), "ord")
 
 
 def test_gradients_flow_through() -> None:
