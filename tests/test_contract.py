@@ -1,7 +1,6 @@
 """Every public transform through every contract, each pair a test of its own."""
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
