@@ -30,9 +30,11 @@ class Entry(NamedTuple):
     kept: tuple[int, ...] = ()
 
 
-# Leaves below this many elements are packed before they are summed: the cost of
-# a small leaf is its reduction's call and compilation, not its bytes.
-PACKED_SIZE = 16384
+# Below this size XLA's CPU reductions write their operand to memory first, and a
+# leaf costs a kernel or three whatever its bytes.
+SMALL = 4096
+# Leaves of one shape are added elementwise, so many at a time, and summed once.
+CHUNK = 64
 
 
 def accumulator(dtypes: Any) -> Any:
@@ -83,25 +85,26 @@ def _axes(leaf: jax.Array, kept: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(a for a in range(leaf.ndim) if a not in kept)
 
 
-def _packed(
-    leaves: "list[jax.Array]", entries: "list[Entry]", pack: bool
-) -> "tuple[list[jax.Array], list[Entry]]":
-    """The leaves in use, small ones that share an entry joined into one."""
-    used: list[jax.Array] = []
-    renumbered: list[Entry] = []
-    for entry in entries:
-        small: dict[Any, list[jax.Array]] = {}
-        whole: list[jax.Array] = []
-        for leaf in (leaves[i] for i in entry.leaves):
-            packable = pack and not entry.kept and leaf.size <= PACKED_SIZE
-            (small.setdefault(leaf.dtype, []) if packable else whole).append(leaf)
-        for group in small.values():
-            joined = [jnp.concatenate([leaf.ravel() for leaf in group])]
-            whole += joined if len(group) > 1 else group
-        first = len(used)
-        used += whole
-        renumbered.append(Entry(tuple(range(first, len(used))), entry.kept))
-    return used, renumbered
+class _Cell(NamedTuple):
+    """An entry's leaves in chunks; the leaves of a chunk have one shape."""
+
+    chunks: "list[list[jax.Array]]"
+    kept: tuple[int, ...]
+
+
+def _cell(leaves: "list[jax.Array]", entry: Entry, pack: bool) -> _Cell:
+    alike: dict[Any, list[jax.Array]] = {}
+    for i in entry.leaves:
+        leaf = leaves[i]
+        packable = pack and leaf.size < SMALL
+        key = (leaf.shape, leaf.dtype) if packable else i
+        alike.setdefault(key, []).append(leaf)
+    chunks = [
+        group[start : start + CHUNK]
+        for group in alike.values()
+        for start in range(0, len(group), CHUNK)
+    ]
+    return _Cell(chunks, entry.kept)
 
 
 def local(
@@ -111,29 +114,30 @@ def local(
     dtype: Any,
     *,
     pack: bool,
-    peaks: "jax.Array | None" = None,
+    peaks: "list[jax.Array] | None" = None,
 ) -> "list[jax.Array]":
     """The partial sums of each entry, shape (slots, *kept shape or ()).
 
-    Orders other than 1, 2 and inf take `peaks`, the largest magnitude of each
-    block as `local(..., order=inf)` found it, one array an entry.
+    pack: whether small leaves of one shape may be added elementwise first.
+    peaks: for orders other than 1, 2 and inf, the largest magnitude of each
+      entry's block, as `order=inf` found it.
     """
-    leaves, entries = _packed(leaves, entries, pack)
+    cells = [_cell(leaves, entry, pack) for entry in entries]
+    magnitude = functools.partial(_magnitude, dtype=dtype)
     if order == 2:
-        return _squares(leaves, entries, dtype)
+        return _squares(cells, dtype)
     if order == math.inf:
-        return [
-            jnp.stack([_fold_max(leaves, e, dtype), _fold_nan(leaves, e, dtype)])
-            for e in entries
-        ]
+        return [_largest(cell, magnitude, dtype) for cell in cells]
     if order == 1:
-        return [
-            _sum(leaves, e, lambda x: _magnitude(x, dtype))[None] for e in entries
-        ]
+        return [_sum(cell, magnitude)[None] for cell in cells]
     assert peaks is not None
+
+    def power(leaf: jax.Array, peak: jax.Array) -> jax.Array:
+        return (magnitude(leaf) / peak) ** order
+
     return [
-        _sum(leaves, e, lambda x, p=p: (_magnitude(x, dtype) / p) ** order)[None]
-        for e, p in zip(entries, map(_nonzero, peaks), strict=True)
+        _sum(cell, functools.partial(power, peak=_nonzero(peak)))[None]
+        for cell, peak in zip(cells, peaks, strict=True)
     ]
 
 
@@ -142,42 +146,78 @@ def _nonzero(peak: jax.Array) -> jax.Array:
     return jnp.where((peak > 0) & jnp.isfinite(peak), peak, 1)
 
 
-def _sum(leaves: Any, entry: Entry, fn: Any) -> jax.Array:
-    if entry.kept:
-        (i,) = entry.leaves
-        term = fn(leaves[i])
-        return jnp.sum(term, axis=_axes(term, entry.kept), keepdims=True)
-    sums = [jnp.sum(fn(leaves[i])) for i in entry.leaves]
-    # Stacked, not chained: a chain of a thousand additions loses 5 bits.
-    return sums[0] if len(sums) == 1 else jnp.sum(jnp.stack(sums))
+def _sums(cell: _Cell, fn: Any) -> "list[jax.Array]":
+    """The sum of fn over each chunk."""
+    totals: list[jax.Array] = []
+    for chunk in cell.chunks:
+        term = _pairwise(jnp.add, [fn(leaf) for leaf in chunk])
+        keep = bool(cell.kept)
+        totals.append(jnp.sum(term, axis=_axes(term, cell.kept), keepdims=keep))
+    return totals
 
 
-def _fold_max(leaves: Any, entry: Entry, dtype: Any) -> jax.Array:
-    if entry.kept:
-        (i,) = entry.leaves
-        size = _magnitude(leaves[i], dtype)
-        return jnp.max(size, axis=_axes(size, entry.kept), keepdims=True)
-    tops = [jnp.max(_magnitude(leaves[i], dtype)) for i in entry.leaves]
-    return tops[0] if len(tops) == 1 else jnp.max(jnp.stack(tops))
+def _sum(cell: _Cell, fn: Any) -> jax.Array:
+    return _together(_sums(cell, fn))
 
 
-def _fold_nan(leaves: Any, entry: Entry, dtype: Any) -> jax.Array:
+def _together(totals: "list[jax.Array]") -> jax.Array:
+    return totals[0] if len(totals) == 1 else _total(jnp.stack(totals))
+
+
+def _total(values: jax.Array) -> jax.Array:
+    """The sum over the first axis by halves: a chain of thousands loses bits."""
+    while len(values) > 8:
+        half = (len(values) + 1) // 2
+        rest = values[half:]
+        if len(values) % 2:
+            rest = jnp.concatenate([rest, jnp.zeros_like(values[:1])])
+        values = values[:half] + rest
+    return jnp.sum(values, axis=0)
+
+
+def _pairwise(fn: Any, terms: "list[jax.Array]") -> jax.Array:
+    while len(terms) > 1:
+        odd = terms[len(terms) // 2 * 2 :]
+        pairs = zip(terms[::2], terms[1::2], strict=False)
+        terms = [fn(a, b) for a, b in pairs] + odd
+    return terms[0]
+
+
+def _largest(cell: _Cell, magnitude: Any, dtype: Any) -> jax.Array:
+    tops: list[jax.Array] = []
+    for chunk in cell.chunks:
+        top = _pairwise(jnp.maximum, [magnitude(leaf) for leaf in chunk])
+        keep = bool(cell.kept)
+        tops.append(jnp.max(top, axis=_axes(top, cell.kept), keepdims=keep))
+    top = tops[0] if len(tops) == 1 else jnp.max(jnp.stack(tops), axis=0)
     # A maximum over devices drops NaN on some platforms: it needs a flag beside.
-    return jnp.minimum(_sum(leaves, entry, lambda x: jnp.isnan(x).astype(dtype)), 1)
+    nan = _sum(cell, lambda leaf: jnp.isnan(leaf).astype(dtype))
+    return jnp.stack([top, jnp.minimum(nan, 1)])
 
 
-def _squares(
-    leaves: "list[jax.Array]", entries: "list[Entry]", dtype: Any
-) -> "list[jax.Array]":
+def _squares(cells: "list[_Cell]", dtype: Any) -> "list[jax.Array]":
+    leaves = [leaf for cell in cells for chunk in cell.chunks for leaf in chunk]
     if not _needs_range(leaves):
-        return [_ordinary(s) for s in _plain_squares(leaves, entries, dtype, None)]
+        return [_ordinary(_sum(cell, _square(dtype))) for cell in cells]
+    chunks = [cell.chunks for cell in cells]
+    kept = [cell.kept for cell in cells]
     # On a CPU a branch costs nothing and masks cost much; on a GPU or TPU both
     # sides of a branch would be executed, while masked sums fuse into one read.
     return lax.platform_dependent(
-        leaves,
-        cpu=functools.partial(_branched_squares, entries=entries, dtype=dtype),
-        default=functools.partial(_masked_squares, entries=entries, dtype=dtype),
+        chunks,
+        cpu=functools.partial(_branched_squares, kept=kept, dtype=dtype),
+        default=functools.partial(_masked_squares, kept=kept, dtype=dtype),
     )
+
+
+def _square(dtype: Any, factor: "jax.Array | None" = None) -> Any:
+    def square(leaf: jax.Array) -> jax.Array:
+        parts = _parts(leaf, dtype)
+        if factor is not None:
+            parts = [part * factor for part in parts]
+        return functools.reduce(jnp.add, [part * part for part in parts])
+
+    return square
 
 
 def _ordinary(total: jax.Array) -> jax.Array:
@@ -185,53 +225,43 @@ def _ordinary(total: jax.Array) -> jax.Array:
     return jnp.stack([zero, total, zero])
 
 
-def _plain_squares(
-    leaves: Any, entries: Any, dtype: Any, factors: Any
-) -> "list[jax.Array]":
-    def squares(leaf: jax.Array, factor: Any) -> jax.Array:
-        parts = _parts(leaf, dtype)
-        if factor is not None:
-            parts = [part * factor for part in parts]
-        return functools.reduce(jnp.add, [part * part for part in parts])
-
-    factors = [None] * len(entries) if factors is None else factors
-    return [
-        _sum(leaves, e, functools.partial(squares, factor=f))
-        for e, f in zip(entries, factors, strict=True)
-    ]
-
-
-def _branched_squares(
-    leaves: "list[jax.Array]", *, entries: "list[Entry]", dtype: Any
-) -> "list[jax.Array]":
+def _branched_squares(chunks: Any, *, kept: Any, dtype: Any) -> "list[jax.Array]":
     low, high, factor = _range(dtype)
-    sums = _plain_squares(leaves, entries, dtype, None)
-    inside = [jnp.all((s >= low) & (s <= high)) for s in sums]
+    square = _square(dtype)
+    sums = [_sums(_Cell(*pair), square) for pair in zip(chunks, kept, strict=True)]
+    totals = [_together(s) for s in sums]
+    inside = [jnp.all((t >= low) & (t <= high)) for t in totals]
 
-    def rescaled(leaves: "list[jax.Array]") -> "list[jax.Array]":
-        # A second pass, only in the rare case, with one factor for each block.
-        factors = [
-            jnp.where(s > high, 1 / factor, jnp.where(s < low, factor, 1)).astype(dtype)
-            for s in map(lax.stop_gradient, sums)
-        ]
-        again = _plain_squares(leaves, entries, dtype, factors)
-        return [
-            jnp.stack([jnp.where(f == slot, s, 0) for slot in (1 / factor, 1, factor)])
-            for s, f in zip(again, factors, strict=True)
-        ]
+    def rescaled(chunks: Any) -> "list[jax.Array]":
+        # A second pass, only in the rare case, with a factor for each chunk (one
+        # shared by all would be broadcast to the size of a leaf, in memory).
+        parts: list[jax.Array] = []
+        for cell_sums, cell_chunks, axes in zip(sums, chunks, kept, strict=True):
+            s = lax.stop_gradient(jnp.stack(cell_sums))
+            f = jnp.where(s > high, 1 / factor, jnp.where(s < low, factor, 1))
+            f = f.astype(dtype)
+            again = jnp.stack(
+                [
+                    _sum(_Cell([chunk], axes), _square(dtype, f[i]))
+                    for i, chunk in enumerate(cell_chunks)
+                ]
+            )
+            slots = (1 / factor, 1, factor)
+            parts.append(
+                jnp.stack([jnp.sum(jnp.where(f == x, again, 0), axis=0) for x in slots])
+            )
+        return parts
 
     # No collective in either branch, so devices may disagree.
     return lax.cond(
         functools.reduce(jnp.logical_and, inside),
-        lambda _: [_ordinary(s) for s in sums],
+        lambda _: [_ordinary(total) for total in totals],
         rescaled,
-        leaves,
+        chunks,
     )
 
 
-def _masked_squares(
-    leaves: "list[jax.Array]", *, entries: "list[Entry]", dtype: Any
-) -> "list[jax.Array]":
+def _masked_squares(chunks: Any, *, kept: Any, dtype: Any) -> "list[jax.Array]":
     low, high, factor = _range(dtype)
     large, small = math.sqrt(high), math.sqrt(low) * 2.0**-20
 
@@ -247,9 +277,10 @@ def _masked_squares(
             total = total + jnp.where(kind == which, ranged * ranged, 0)
         return total
 
+    cells = [_Cell(*pair) for pair in zip(chunks, kept, strict=True)]
     return [
-        jnp.stack([_sum(leaves, e, functools.partial(slot, which=w)) for w in range(3)])
-        for e in entries
+        jnp.stack([_sum(cell, functools.partial(slot, which=w)) for w in range(3)])
+        for cell in cells
     ]
 
 
@@ -269,7 +300,7 @@ def fold(parts: jax.Array, order: float) -> jax.Array:
     """All columns of (slots, entries) as one, shape (slots,)."""
     if order == math.inf:
         return jnp.max(parts, axis=1, initial=0)
-    return jnp.sum(parts, axis=1)
+    return _total(parts.T)
 
 
 def total(
@@ -326,7 +357,7 @@ class Scale(NamedTuple):
 
     A scale itself may be too large or too small for float32 (a gradient of
     norm 1e38 clipped to 1e-30) while what it makes of the gradients is not.
-    second is a power of two, and 1 unless the scale is out of range.
+    `second` is a power of two, and 1 unless the scale is out of range.
     """
 
     first: jax.Array
@@ -337,19 +368,36 @@ class Scale(NamedTuple):
 
 
 def divide(num: jax.Array, den: jax.Array) -> Scale:
-    """num / den as a Scale; den > 0."""
-    ratio = lax.stop_gradient(jnp.abs(num / den))
-    raised = lax.stop_gradient(jnp.abs((num * 2.0**32) / (den * 2.0**-32)))
-    tiny, small, large = raised < 2.0**-120, ratio < 2.0**-120, ratio > 2.0**120
+    """num / den as a Scale; den > 0.
 
-    def pick(at_tiny: float, at_small: float, at_large: float) -> jax.Array:
-        factor = jnp.where(tiny, at_tiny, jnp.where(small, at_small, 1.0))
-        return jnp.where(large, at_large, factor).astype(num.dtype)
+    Both are brought near one by powers of two first, so that neither the
+    quotient nor its derivative (which holds den**-2) leaves the range.
+    """
+    dtype = num.dtype
+    room = jnp.finfo(dtype).maxexp - 5  # 123 in float32
+    above, below = _exponent(num), _exponent(den)
+    ratio = (num * _power_of_two(-above, dtype)) / (den * _power_of_two(-below, dtype))
+    exponent = above - below
+    first = jnp.clip(exponent, -room, room)
+    # What would be smaller than any normal result is zero.
+    inside = exponent - first >= -room
+    factor = jnp.where(inside, _power_of_two(first, dtype), 0)
+    return Scale(ratio * factor, _power_of_two(exponent - first, dtype))
 
-    first = (num * pick(2.0**63, 2.0**32, 2.0**-32)) / (
-        den * pick(2.0**-63, 2.0**-32, 2.0**32)
-    )
-    return Scale(first, pick(2.0**-126, 2.0**-64, 2.0**64))
+
+def _exponent(x: jax.Array) -> jax.Array:
+    """The exponent of x, kept where its power of two and the inverse are normal."""
+    info = jnp.finfo(x.dtype)
+    _, exponent = jnp.frexp(lax.stop_gradient(x))
+    return jnp.clip(exponent - 1, 2 - info.maxexp, info.maxexp - 2).astype(jnp.int32)
+
+
+def _power_of_two(exponent: jax.Array, dtype: Any) -> jax.Array:
+    """2**exponent, exactly, for exponents of normal numbers."""
+    info = jnp.finfo(dtype)
+    word = jnp.int64 if jnp.dtype(dtype) == jnp.float64 else jnp.int32
+    biased = jnp.maximum(exponent + (info.maxexp - 1), 0).astype(word)
+    return lax.bitcast_convert_type(biased << info.nmant, dtype)
 
 
 def scaled(
