@@ -123,6 +123,9 @@ def theirs(record: dict) -> Outcome:
 # --------------------------------------------------------- their call, our call
 
 
+_TORCH_EPS = np.float32(1e-6)
+
+
 def clip_grad_norm_(
     grads, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None
 ):
@@ -141,7 +144,9 @@ def get_total_norm(grads, norm_type=2.0, error_if_nonfinite=False, foreach=None)
 
 
 def clip_grads_with_norm_(grads, max_norm, total_norm, foreach=None):
-    return oun.clip_grad_norm(grads, max_norm, norm=total_norm)
+    # Theirs adds 1e-6 to the norm it is given, too, and returns none.
+    clipped, _ = oun.clip_grad_norm(grads, max_norm, norm=total_norm + _TORCH_EPS)
+    return clipped, total_norm
 
 
 def clip_grad_value_(grads, clip_value, foreach=None):
@@ -164,7 +169,10 @@ def tf_clip_by_norm(grads, clip_norm, axes=None):
 
 
 def tf_clip_by_average_norm(grads, clip_norm):
-    return [oun.clip_grad_norm(g, clip_norm * g.size)[0] for g in grads], None
+    def one(g):
+        return None if g is None else oun.clip_grad_norm(g, clip_norm * g.size)[0]
+
+    return [one(g) for g in grads], None
 
 
 def tf_clip_by_value(grads, clip_value_min, clip_value_max):
@@ -173,9 +181,10 @@ def tf_clip_by_value(grads, clip_value_min, clip_value_max):
 
 
 def keras_clip_gradients(grads, **thresholds):
+    clipped = _updated(oun.clip_like_keras(**thresholds), grads)
     if "global_clipnorm" in thresholds:  # Keras makes sparse gradients dense here
-        grads = [g.todense() if isinstance(g, BCOO) else g for g in grads]
-    return _updated(oun.clip_like_keras(**thresholds), grads), None
+        clipped = [g.todense() if isinstance(g, BCOO) else g for g in clipped]
+    return clipped, None
 
 
 def keras_apply(grads, **thresholds):
@@ -233,13 +242,13 @@ def ours(record: dict) -> Outcome:
     key = (call, repr(record["args"]), json.dumps(record["inputs"]), wide)
     if key not in _known:
         with jax.enable_x64(True) if wide else contextlib.nullcontext():
-            _known[key] = _outcome(call, record["inputs"], record["args"])
+            _known[key] = _outcome(call, _handed_in(record), record["args"])
     return _known[key]
 
 
 def _outcome(call: Callable, inputs: list, args: dict) -> Outcome:
     try:
-        leaves, norm = call([_grad(leaf) for leaf in inputs], **args)
+        leaves, norm = call(inputs, **args)
     except (ValueError, FloatingPointError, RuntimeError) as error:
         return Outcome(error=str(error))
     leaves = None if leaves is None else [_host(leaf) for leaf in leaves]
@@ -252,15 +261,21 @@ def _is_wide(record: dict) -> bool:
     return wide and record["system"] != "keras-jax"
 
 
-def _grad(data: dict | None) -> Any:
-    value = tensor(data)
-    if value is None:
-        return None
-    if "layout" in data:
-        rows = jnp.asarray(data["indices"], jnp.int32)[:, None]
-        size = data.get("size") or data["dense_shape"][0]
-        return BCOO((jnp.asarray(value), rows), shape=(size, value.shape[1]))
-    return jnp.asarray(value)
+def _handed_in(record: dict) -> list:
+    return [
+        _sparse(data, value) if data and "layout" in data else _dense(value)
+        for data, value in zip(record["inputs"], grads(record), strict=True)
+    ]
+
+
+def _dense(value: np.ndarray | None) -> jax.Array | None:
+    return None if value is None else jnp.asarray(value)
+
+
+def _sparse(data: dict, value: np.ndarray) -> BCOO:
+    rows = jnp.asarray(data["indices"], jnp.int32)[:, None]
+    size = data.get("size") or data["dense_shape"][0]
+    return BCOO((jnp.asarray(value), rows), shape=(size, value.shape[1]))
 
 
 def _host(leaf: Any) -> np.ndarray | None:
@@ -281,7 +296,9 @@ def right(record: dict) -> Outcome:
     if kind == "norm":
         return Outcome(norm=norm)
     given = args.get("total_norm", args.get("use_norm"))
-    norm = norm if given is None else float(given)
+    if given is not None:
+        norm = float(given)
+        eps = float(given + np.float32(eps)) - norm  # added in the norm's own dtype
     one = {
         "global": lambda x: _scaled(x, norm, bound, eps),
         "leaf": lambda x: _scaled(x, _norm([x]), bound, eps),
@@ -291,8 +308,16 @@ def right(record: dict) -> Outcome:
     }[kind]
     # A variable whose gradient is missing stays at zero.
     missing = np.zeros(2) if "apply" in record["api"] else None
-    leaves = [missing if x is None else one(x) for x in wide]
+    leaves = [
+        missing if x is None else _rounded(one(x), g.dtype)
+        for x, g in zip(wide, grads(record), strict=True)
+    ]
     return Outcome(leaves, norm if returns_norm(record) else None)
+
+
+def _rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The result in its own dtype, where what is too small for it is zero."""
+    return x.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else x
 
 
 def grads(record: dict) -> list[np.ndarray | None]:
@@ -358,7 +383,9 @@ def _scaled_slices(x: np.ndarray, axes: tuple[int, ...], bound: float) -> np.nda
 
 def _clip_value(x: np.ndarray, low: float, high: float) -> np.ndarray:
     if np.iscomplexobj(x):
-        return x * np.where(np.abs(x) > high, high / np.maximum(np.abs(x), high), 1)
+        with np.errstate(invalid="ignore"):  # inf / inf, where nothing is above
+            scale = high / np.maximum(np.abs(x), high)
+        return x * np.where(np.abs(x) > high, scale, 1)
     return np.clip(x, low, high)
 
 

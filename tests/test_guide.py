@@ -55,12 +55,6 @@ def _blocks() -> tuple[dict[str, Any], str]:
     return names, "".join(said)
 
 
-@pytest.fixture
-def names() -> dict[str, Any]:
-    """The names that a line of the guide can use."""
-    return _blocks()[0]
-
-
 def test_the_blocks_run() -> None:
     """Every block gives the output that stands under it."""
     names, said = _blocks()
@@ -78,11 +72,23 @@ def _lines() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("table", "line"), [*_lines()])
-def test_a_line_of_ours_runs(names: dict[str, Any], table: str, line: str) -> None:
+def test_a_line_of_ours_runs(table: str, line: str) -> None:
     """Each line in the middle column runs, and a transform in it takes a step."""
-    result = _run(line, names)
-    if isinstance(result, optax.GradientTransformation):
-        _step(result, names)
+    _result(line)
+
+
+@functools.cache
+def _result(line: str) -> Any:
+    """What a line gives; of a transform, the updates of one step."""
+    names = dict(_blocks()[0])
+    try:
+        result = eval(line, names)
+    except SyntaxError:  # an assignment
+        return exec(line, names)
+    if not isinstance(result, optax.GradientTransformation):
+        return result
+    grads, params = names["grads"], names["params"]
+    return result.update(grads, result.init(params), params)[0]
 
 
 def test_every_row_has_a_line() -> None:
@@ -90,28 +96,10 @@ def test_every_row_has_a_line() -> None:
     assert all(code(row[1]) for table in TABLES for row in rows(table))
 
 
-def _run(line: str, names: dict[str, Any]) -> Any:
-    scope = dict(names)
-    try:
-        return eval(line, scope)
-    except SyntaxError:  # an assignment
-        exec(line, scope)
-    return None
-
-
-def _step(tx: optax.GradientTransformation, names: dict[str, Any]) -> Any:
-    grads, params = names["grads"], names["params"]
-    return tx.update(grads, tx.init(params), params)[0]
-
-
 @pytest.mark.parametrize(("theirs", "line"), [row[:2] for row in rows("optax")])
-def test_optax_line_does_the_same(
-    names: dict[str, Any], theirs: str, line: str
-) -> None:
-    """In optax's table both columns run, and where nothing is said they agree."""
-    one, two = (_run(code(cell)[0], names) for cell in (theirs, line))
-    if isinstance(one, optax.GradientTransformation):
-        one, two = _step(one, names), _step(two, names)
+def test_optax_line_does_the_same(theirs: str, line: str) -> None:
+    """In optax's table both columns run and agree."""
+    one, two = (_result(code(cell)[0]) for cell in (theirs, line))
     if isinstance(one, tuple):  # per-example sums and counts
         (one, _), (two, _) = one, two
         one, two = jax.tree.leaves(one), [g.sum(0) for g in jax.tree.leaves(two)]
