@@ -25,37 +25,41 @@ def clip_like_keras(
 ) -> Transform:
     """Clips as a Keras optimizer with the same argument does.
 
-    `clipnorm` clips every leaf by its own norm: in Keras a leaf is a variable, and
-    many tutorials take `clipnorm` for the global one. The global one is
-    `global_clipnorm`.
+    `clipnorm` clips every leaf by its own norm (a leaf is a variable in Keras, and
+    tutorials that call `clipnorm` global are wrong); `global_clipnorm` clips by the
+    norm of the whole tree. Options and common promises: `help(optax_unitnorm)`.
 
     Args:
-        clipnorm: the largest norm a leaf may have; `clip_by_leaf_norm`.
-        clipvalue: the largest magnitude an element may have; `clip_by_value`.
-        global_clipnorm: the largest norm the whole tree may have;
+        clipnorm: the largest norm of a leaf, >= 0, as for `clip_by_leaf_norm`.
+        clipvalue: the largest magnitude of an element, as for `clip_by_value`.
+        global_clipnorm: the largest norm of all together, as for
             `clip_by_global_norm`.
-        mask: a tree (or prefix, or callable of the gradients) of bools; leaves at
+        mask: bools as a tree, a prefix of it or a callable of the gradients; leaves at
             False are neither counted nor scaled.
-        sharded_over: which mesh axes each leaf is split over. `clipvalue` measures
-            nothing and does not look at it.
-        nonfinite: what a NaN or inf makes of its block, "propagate" (NaN) or "zero".
-            `clipvalue` has no blocks: it clips an inf and lets a NaN be.
+        sharded_over: the mesh axes that leaves are split over: "auto" (as the types
+            say), None (whole on every device), names or PartitionSpecs. `clipvalue`
+            measures nothing and does not look at it.
+        nonfinite: what a NaN or inf makes of all that shares its norm: "propagate"
+            (NaN) or "zero". `clipvalue` takes "propagate" only: it clips an inf and
+            lets a NaN be.
 
     Returns:
-        A transform of gradients of any shape and dtype, which both stay. Its state
-        is a `NormState`, with `clipvalue` that of `clip_by_value`.
+        A gradient transformation whose state is a `NormState` (with `clipvalue`, that
+        of `clip_by_value`). Leaves of any shape and any floating or complex dtype keep
+        both.
 
     Raises:
-        ValueError: unless exactly one of the three is given; if it is negative or
-            NaN; if `nonfinite` is not "propagate" with `clipvalue`.
+        TypeError, ValueError: for a wrong argument, when the transform is built; so
+            unless exactly one of the three is given.
 
     Guarantees:
-        Keras's numbers to 4 eps of the leaf's dtype, but in the places that the
-        guide for those who come from Keras lists. A threshold of 0 gives zeros
-        where Keras takes it for None, and one of inf never binds where Keras gives
-        NaN.
+        - Keras's numbers to 4 eps of the leaf's dtype, but for the differences that
+          docs/coming_from.md names: 0 is a threshold, inf never binds, NaN is refused,
+          no norm overflows (tests:
+          test_parity.py::test_every_record_is_equal_or_named).
+        - The promises of the three clips it stands for.
 
-    Source:
+    References:
         `keras.optimizers.Optimizer` of Keras 3.
 
     Example:
@@ -110,34 +114,46 @@ def clip_like_torch(
 ) -> Transform:
     """Clips as `torch.nn.utils.clip_grad_norm_` does.
 
-    The scale is `min(1, max_norm / (norm + 1e-6))`. Because of the 1e-6 the result
-    is a little shorter than `max_norm`, and gradients whose norm is less than 1e-6
-    under `max_norm` are shortened too; `clip_by_global_norm` does neither.
+    Every element is multiplied by `min(1, max_norm / (n + 1e-6))`, with n the norm of
+    the whole tree. Because of the 1e-6 the result is a little shorter than `max_norm`,
+    and gradients whose norm is less than 1e-6 below `max_norm` are shortened too;
+    `clip_by_global_norm` does neither. Options and common promises:
+    `help(optax_unitnorm)`.
 
     Args:
-        max_norm: the largest norm, a number, a scalar array or a schedule.
-        norm_type: the order of the norm, static: a number >= 1, inf or "inf".
-        mask: a tree (or prefix, or callable of the gradients) of bools; leaves at
+        max_norm: the largest norm that passes, >= 0: a number, a scalar array or an
+            optax schedule, which counts this transform's steps.
+        norm_type: the order of the norm, a number >= 1, inf or "inf"; static
+            (`optax.inject_hyperparams` wants it in `static_args`).
+        mask: bools as a tree, a prefix of it or a callable of the gradients; leaves at
             False are neither counted nor scaled.
-        sharded_over: which mesh axes each leaf is split over.
-        nonfinite: what a NaN or inf makes of the gradients, "propagate" (NaN) or
+        sharded_over: the mesh axes that leaves are split over: "auto" (as the types
+            say), None (whole on every device), names or PartitionSpecs.
+        nonfinite: what a NaN or inf makes of all gradients: "propagate" (NaN) or
             "zero".
 
     Returns:
-        A transform of gradients of any shape and dtype, which both stay. Its state
-        is a `NormState`, whose `grad_norm` is what `clip_grad_norm_` returns.
+        A gradient transformation whose state is a `NormState`; its `grad_norm` is what
+        `clip_grad_norm_` returns. Leaves of any shape and any floating or complex dtype
+        keep both.
 
     Raises:
-        ValueError: if `max_norm` is negative or NaN, or `norm_type` below 1 or NaN.
+        TypeError, ValueError: for a wrong argument, when the transform is built.
+        ValueError: at update, if `mask` or `sharded_over` does not fit the gradients,
+            or if `max_norm` is a schedule and the state not this transform's.
 
     Guarantees:
-        PyTorch's numbers to 4 eps of the leaf's dtype, but in the places that the
-        guide for those who come from PyTorch lists. Where the scale is 1 the bits
-        stay.
+        - PyTorch's numbers to 4 eps of the leaf's dtype, but for the differences that
+          docs/coming_from.md names: a norm of inf makes no mixture of zeros and NaN,
+          NaN and orders below 1 are refused, no norm overflows (tests:
+          test_parity.py::test_every_record_is_equal_or_named).
+        - Where the scale is 1 the bits stay (tests:
+          test_parity.py::test_every_record_is_equal_or_named).
 
-    Source:
-        `torch.nn.utils.clip_grad_norm_` of PyTorch 2; Pascanu, Mikolov and Bengio,
-        On the difficulty of training recurrent neural networks, 2013.
+    References:
+        `torch.nn.utils.clip_grad_norm_` of PyTorch 2; Pascanu, Mikolov and Bengio, On
+        the difficulty of training recurrent neural networks, 2013,
+        https://arxiv.org/abs/1211.5063.
 
     Example:
         >>> import jax.numpy as jnp
