@@ -57,10 +57,9 @@ def clip_like_keras(
           docs/coming_from.md names: 0 is a threshold, inf never binds, NaN is refused,
           no norm overflows (tests:
           test_parity.py::test_every_record_is_equal_or_named).
-        - One bad element makes its block all NaN or all zero, where a block is a leaf for
-          `clipnorm` and the tree for `global_clipnorm` (tests:
-          test_parity.py::test_every_record_is_equal_or_named,
-          test_contract.py::test_nonfinite).
+        - One bad element makes all NaN or all zero, with `clipnorm` all of its leaf
+          (tests: test_contract.py::test_nonfinite,
+          test_parity.py::test_every_record_is_equal_or_named).
 
     References:
         `keras.optimizers.Optimizer` of Keras 3.
