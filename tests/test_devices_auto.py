@@ -51,13 +51,13 @@ def alone(name: str) -> tuple[Any, Any]:
     return d.train_single(OPTIMIZERS[name]())
 
 
-CLIP, UNIT, *REST = OPTIMIZERS
+CLIP = next(iter(OPTIMIZERS))
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [(kind, name) for kind in d.LAYOUTS for name in (CLIP, UNIT)]
-    + [("mixed", name) for name in REST],
+    [(kind, CLIP) for kind in d.LAYOUTS]
+    + [("mixed", name) for name in OPTIMIZERS if name != CLIP],
 )
 def test_training_equals_one_device(kind: str, name: str) -> None:
     layout = d.LAYOUTS[kind]

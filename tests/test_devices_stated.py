@@ -56,23 +56,25 @@ SPLIT = {"a": {"u": h.draw(1, (16,)), "v": h.draw(2, (8, 3))}, "b": h.draw(3, (8
     ],
     ids=str,
 )
-@pytest.mark.parametrize("where", ["built", "called", "function"])
-def test_forms_of_the_statement(said: Any, split: P, where: str) -> None:
-    def step(grads: Any) -> Any:
-        if where == "function":
-            return oun.normalize_grad_norm(grads, sharded_over=said)
-        if where == "built":
-            tx, extra = oun.normalize_to_unit_global_norm(sharded_over=said), {}
-        else:
-            tx, extra = oun.normalize_to_unit_global_norm(), {"sharded_over": said}
-        updates, state = tx.update(grads, tx.init(grads), **extra)
-        return updates, state.grad_norm
+def test_forms_of_the_statement(said: Any, split: P) -> None:
+    built = oun.normalize_to_unit_global_norm(sharded_over=said)
+    called = oun.normalize_to_unit_global_norm()
 
-    got, norm = untracked(step, (split,), (split, P()))(SPLIT)
+    def run(grads: Any) -> Any:
+        return (
+            built.update(grads, built.init(grads)),
+            called.update(grads, called.init(grads), sharded_over=said),
+            oun.normalize_grad_norm(grads, sharded_over=said),
+        )
+
+    out = (split, P())
+    one, two, (got, norm) = untracked(run, (split,), (out,) * 3)(SPLIT)
     want = h.tree_norm(SPLIT)
     h.assert_norm(norm, want)
     h.assert_close(got, jax.tree.map(lambda x: h.wide(x) / want, SPLIT))
-    d.assert_same_everywhere(norm)
+    for updates, state in (one, two):
+        h.assert_same_bits((updates, state.grad_norm), (got, norm))
+    d.assert_same_everywhere((norm, one[1], two[1]))
 
 
 def test_prefix_with_whole_leaves() -> None:
@@ -96,9 +98,10 @@ def test_none_leaves_in_the_statement_are_whole() -> None:
 
 @pytest.mark.parametrize("row", t.having(norm_based=True), ids=lambda row: row.name)
 def test_names_are_ignored_outside_mapped_regions(row: t.Row) -> None:
-    """One optimizer works in both."""
-    got = jax.jit(d.update_of(row, 2, ("data", "elsewhere")))(d.GRADS, d.PARAMS)
-    d.assert_as_worked_out(row, 2, *got, devices=1)
+    """One optimizer works in both: its program is the one without names."""
+    step, plain = (d.update_of(row, 2, said) for said in (("data", "moon"), None))
+    programs = [jax.make_jaxpr(fn)(d.GRADS, d.PARAMS) for fn in (step, plain)]
+    assert str(programs[0]) == str(programs[1])
 
 
 # ------------------------------------------------------------ what is asked, refused
@@ -240,7 +243,9 @@ OPTIMIZER = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZER)
+@pytest.mark.parametrize(
+    "name", ["clip, adam", pytest.param("unit leaves, sgd", marks=pytest.mark.slow)]
+)
 def test_pmap_training_with_averaged_gradients(name: str) -> None:
     tx = OPTIMIZER[name](sharded_over=None)
 
@@ -264,7 +269,9 @@ def test_pmap_training_with_averaged_gradients(name: str) -> None:
     assert jnp.shape(found["grad_norm"]) == ()
 
 
-@pytest.mark.parametrize("name", OPTIMIZER)
+@pytest.mark.parametrize(
+    "name", [pytest.param("clip, adam", marks=pytest.mark.slow), "unit leaves, sgd"]
+)
 def test_pmap_training_with_state_split_over_devices(name: str) -> None:
     """Parameters and optimizer state are pieces, as ZeRO keeps them."""
     tx = OPTIMIZER[name](sharded_over="i")
