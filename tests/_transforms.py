@@ -307,6 +307,13 @@ def compiled(row: Row) -> Callable[..., tuple[Any, Any]]:
     return jax.jit(update)
 
 
+def record_in(state: Any) -> oun.NormState | None:
+    """The NormState of a state, that of a rule with memory included."""
+    if isinstance(state, oun.NormState):
+        return state
+    return getattr(state, "norm", None)
+
+
 def binding(row: Row) -> tuple[float, ...]:
     """Thresholds that bind on `GRADS`: below every norm there, in every block."""
     return {0: (), 1: (0.25,), 2: (0.25,)}[len(row.thresholds)]
