@@ -108,7 +108,7 @@ def clip_like_keras(
 
 def clip_like_torch(
     max_norm: Any,
-    norm_type: Any = 2.0,
+    norm_type: Any = None,
     *,
     mask: Tree = None,
     sharded_over: Any = "auto",
@@ -125,8 +125,8 @@ def clip_like_torch(
     Args:
         max_norm: the largest norm that passes, >= 0: a number, a scalar array or an
             optax schedule, which counts this transform's steps.
-        norm_type: the order of the norm, a number >= 1, inf or "inf"; static
-            (`optax.inject_hyperparams` wants it in `static_args`).
+        norm_type: the order of the norm: None (2, PyTorch's own default), a number
+            >= 1, inf or "inf"; static.
         mask: bools as a tree, a prefix of it or a callable of the gradients; leaves at
             False are neither counted nor scaled.
         sharded_over: the mesh axes that leaves are split over: "auto" (as the types
@@ -168,14 +168,22 @@ def clip_like_torch(
         >>> bool(jnp.all(updates < grads))
         True
     """
-    if isinstance(norm_type, str) and norm_type == "inf":
-        norm_type = math.inf
+    # A default that is a number would reach us traced from optax.inject_hyperparams.
     return transform(
         _scopes.whole_tree(),
         _rules.clip_with_eps(_TORCH_EPS),
         _checks.threshold("max_norm", max_norm),
-        ord=_checks.number("norm_type", norm_type, low=1.0),
+        ord=_order(norm_type),
         mask=mask,
         sharded_over=sharded_over,
         nonfinite=nonfinite,
     )
+
+
+def _order(norm_type: Any) -> Any:
+    """PyTorch takes the word "inf" too."""
+    if norm_type is None:
+        return None
+    if isinstance(norm_type, str) and norm_type == "inf":
+        return math.inf
+    return _checks.number("norm_type", norm_type, low=1.0)
