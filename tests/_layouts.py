@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import os
+import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -302,6 +304,14 @@ def state_specs(tx: optax.GradientTransformation, params: Any, specs: Any) -> An
         dict(specs),
         transform_non_params=lambda _: P(),
     )
+
+
+def process_env(**extra: str) -> dict[str, str]:
+    """The environment of another process that shall import the same package."""
+    home = pathlib.Path(oun.__file__).parent.parent
+    paths = [str(home), os.environ.get("PYTHONPATH", "")]
+    kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | extra
 
 
 # ---------------------------------------------------------------- collectives

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import os
 import subprocess
 import sys
 from typing import Any
@@ -148,7 +147,7 @@ def in_a_process(how: str, seconds: int) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        env=d.process_env(JAX_PLATFORMS="cpu", XLA_FLAGS=flags),
     )
 
 
