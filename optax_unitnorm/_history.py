@@ -73,7 +73,9 @@ def _percentile(window: int, include_current: bool) -> History:
         new = lax.stop_gradient(norms.total)
         take = jnp.isfinite(new)
         oldest = memory.recent.values[memory.recent.next]
-        ordered = jnp.where(take, _exchange(memory.ordered, oldest, new), memory.ordered)
+        ordered = jnp.where(
+            take, _exchange(memory.ordered, oldest, new), memory.ordered
+        )
         after = PercentileMemory(push(memory.recent, new, take), ordered)
         used = after if include_current else memory
         found = _at_percentile(used.ordered, used.recent.count, percentile)
@@ -120,9 +122,82 @@ def clip_by_global_norm_percentile(
     sharded_over: Any = "auto",
     nonfinite: Nonfinite = "propagate",
 ) -> Transform:
-    """Clips to a percentile of the last norms."""
+    """Scales all gradients down where their norm exceeds a percentile of the last ones.
+
+    Every element is multiplied by `min(1, c / n)`, with n the norm of the whole tree and c
+    the percentile (linear interpolation) of the norms of the last `window` steps: the
+    threshold follows the run, with no number to tune per task. With the current norm
+    included and a percentile of 10, as published, nine steps of ten are clipped: that is
+    nearer to normalising than to catching spikes. For spikes take 90 or more.
+    Experimental: this may change in any release.
+    Options and common promises: `help(optax_unitnorm)`.
+
+    Args:
+        percentile: in [0, 100]: a number, a scalar array or an optax schedule, which
+            counts this transform's steps.
+        window: how many norms are remembered, >= 1; static.
+        include_current: whether the norm of this step is among them; static. If so, the
+            first step is never clipped, and a single spike is clipped to something
+            between the others and itself where few norms have been seen.
+        max_norm: the largest threshold, as `percentile` a number, an array or a
+            schedule; None is infinite. Before any norm has been seen it is the
+            threshold.
+        ord: the order of the norm: None (2), 1, inf or any p >= 1; static.
+        mask: bools as a tree, a prefix of it or a callable of the gradients; leaves
+            at False are neither counted nor scaled.
+        sharded_over: the mesh axes that leaves are split over: "auto" (as the types
+            say), None (whole on every device), names or PartitionSpecs.
+        nonfinite: what a NaN or inf makes of all that shares its norm: "propagate"
+            (NaN) or "zero". It never enters the history.
+
+    Returns:
+        A gradient transformation. Its state holds a `NormState`, the threshold now in
+        force (a scalar, `grad_threshold` in `metrics`), and the last norms: two vectors
+        of `window` floats (float32; float64 where a parameter was float64 at init).
+
+    Raises:
+        TypeError, ValueError: for a wrong argument, when the transform is built; for a
+            static one that is traced, with the way out.
+        ValueError: at update, if `mask` or `sharded_over` does not fit the gradients,
+            or if the state is not this transform's.
+
+    Guarantees:
+        - Published values come out (tests: test_history.py::test_golden).
+        - The threshold is numpy's percentile of the last `window` finite norms, for ever
+          (tests: test_history.py::test_percentile_oracle).
+        - A non-finite norm changes nothing that comes after it (tests:
+          test_history.py::test_one_nan_changes_nothing_after_it,
+          ::test_norm_beyond_float32).
+        - What does not bind leaves the same bits, zeros stay zeros (tests:
+          test_contract.py::test_not_binding, ::test_zero).
+        - The threshold is a constant to differentiation (tests:
+          test_history.py::test_derivative_of_a_learned_threshold,
+          ::test_derivative_through_a_run).
+        - The cost is a few operations for each norm in the window, and no sort (tests:
+          test_history.py::test_percentile_cost).
+        - Devices that would each decide otherwise keep one history, with one collective
+          a step and none in a branch (tests:
+          test_history.py::test_two_devices_that_would_disagree, ::test_pmap,
+          ::test_one_collective_and_none_in_a_branch).
+        - A run restored from a checkpoint continues bit for bit (tests:
+          test_history.py::test_a_restored_run_continues_bit_for_bit).
+
+    References:
+        Seetharaman, Wichern, Pardo and Le Roux, AutoClip: Adaptive gradient clipping for
+        source separation networks, 2020, https://arxiv.org/abs/2007.14469.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax_unitnorm as oun
+        >>> tx = oun.clip_by_global_norm_percentile(50, include_current=False)
+        >>> state = tx.init(jnp.zeros(2))
+        >>> for norm in [1.0, 2.0, 3.0, 100.0]:
+        ...     updates, state = tx.update(jnp.array([0.0, norm]), state)
+        >>> updates, float(state.threshold)  # the median of 1, 2 and 3
+        (Array([0., 2.], dtype=float32), 2.0)
+    """
     if not callable(percentile):
-        percentile = _checks.number("percentile", percentile, high=100)
+        percentile = _checks.number("percentile", percentile, high=100.0)
     window = _checks.integer("window", window, at_least=1)
     include_current = _checks.boolean("include_current", include_current)
     cap = jnp.inf if max_norm is None else _checks.threshold("max_norm", max_norm)
@@ -223,7 +298,88 @@ def clip_by_global_norm_zscore(
     sharded_over: Any = "auto",
     nonfinite: Nonfinite = "propagate",
 ) -> Transform:
-    """Clips norms that are many standard deviations above their mean."""
+    """Scales all gradients down where their norm lies far above its moving mean.
+
+    With n the norm of the whole tree, z = (n - mean) / (std + 1e-6). Where z exceeds
+    `z_threshold` the step is a spike, and every element is multiplied by c / n, with
+    c = mean + z_threshold**2 * std / z (the larger the spike, the nearer to the mean) or,
+    with mode "mean", the mean itself. `max_norm` caps every step. During the first
+    `warmup` steps it is all there is: the rule is blind to spikes then, and those it
+    lets in stay in its mean for long, so do not set it to infinity.
+    Experimental: this may change in any release.
+    Options and common promises: `help(optax_unitnorm)`.
+
+    Args:
+        z_threshold: how many standard deviations above the mean a spike is, >= 0: a
+            number, a scalar array or an optax schedule, which counts this transform's
+            steps.
+        decay: of the moving mean and variance, in [0, 1]: a number or a scalar array.
+        warmup: how many finite norms make the first mean and (population) variance,
+            >= 1; static.
+        max_norm: the largest norm that passes on any step, >= 0: a number, an array or
+            a schedule.
+        mode: "adaptive" or "mean", as above; static.
+        observe: what a spike adds to mean and variance: "clipped" (the threshold,
+            before `max_norm`), "raw" (its norm) or "none" (nothing); static. After a
+            change of regime "raw" follows at once, the others may take very long, and
+            after a warm-up of zeros alone they let nothing through at all.
+        ord: the order of the norm: None (2), 1, inf or any p >= 1; static.
+        mask: bools as a tree, a prefix of it or a callable of the gradients; leaves
+            at False are neither counted nor scaled.
+        sharded_over: the mesh axes that leaves are split over: "auto" (as the types
+            say), None (whole on every device), names or PartitionSpecs.
+        nonfinite: what a NaN or inf makes of all that shares its norm: "propagate"
+            (NaN) or "zero". It never enters the history.
+
+    Returns:
+        A gradient transformation. Its state holds a `NormState`, the threshold now in
+        force (a scalar, `grad_threshold` in `metrics`; on a step that is no spike, the
+        norm from which on it would have been one), and mean, standard deviation and a
+        count: scalars, float32 (float64 where a parameter was float64 at init) and int32.
+
+    Raises:
+        TypeError, ValueError: for a wrong argument, when the transform is built; for a
+            static one that is traced, with the way out.
+        ValueError: at update, if `mask` or `sharded_over` does not fit the gradients,
+            or if the state is not this transform's.
+
+    Guarantees:
+        - Published values come out (tests: test_history.py::test_golden).
+        - The recursion is the published one, also where squares of the norms would
+          overflow (tests: test_history.py::test_zscore_oracle).
+        - `max_norm` holds from the first step on (tests:
+          test_history.py::test_a_cap_is_not_blind_in_the_warm_up,
+          ::test_first_step_a_spike).
+        - A non-finite norm changes nothing that comes after it (tests:
+          test_history.py::test_one_nan_changes_nothing_after_it,
+          ::test_norm_beyond_float32).
+        - Zeros make no NaN, in the warm-up and after it (tests:
+          test_history.py::test_run_of_zeros,
+          ::test_zeros_stay_with_who_observes_what_it_clips).
+        - The threshold is a constant to differentiation (tests:
+          test_history.py::test_derivative_of_a_learned_threshold,
+          ::test_derivative_through_a_run).
+        - Devices that would each decide otherwise keep one history, with one collective
+          a step and none in a branch (tests:
+          test_history.py::test_two_devices_that_would_disagree, ::test_pmap,
+          ::test_one_collective_and_none_in_a_branch).
+        - A run restored from a checkpoint continues bit for bit (tests:
+          test_history.py::test_a_restored_run_continues_bit_for_bit).
+
+    References:
+        Kumar, Owen, Chowdhury and Guera, ZClip: Adaptive spike mitigation for LLM
+        pre-training, 2025, https://arxiv.org/abs/2504.02507.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax_unitnorm as oun
+        >>> tx = oun.clip_by_global_norm_zscore(warmup=3, max_norm=10.0)
+        >>> state = tx.init(jnp.zeros(2))
+        >>> for norm in [1.0, 2.0, 3.0, 100.0]:
+        ...     updates, state = tx.update(jnp.array([0.0, norm]), state)
+        >>> print(round(float(updates[1]), 2))  # back to near the mean, 2
+        2.04
+    """
     history = _zscore(
         _checks.integer("warmup", warmup, at_least=1),
         _checks.choice("mode", mode, ("adaptive", "mean")),
@@ -233,7 +389,7 @@ def clip_by_global_norm_zscore(
         _scopes.whole_tree(),
         _rules.clip(),
         _checks.threshold("z_threshold", z_threshold),
-        _checks.number("decay", decay, high=1),
+        _checks.number("decay", decay, high=1.0),
         _checks.threshold("max_norm", max_norm),
         ord=ord,
         mask=mask,
@@ -313,7 +469,92 @@ def clip_by_leaf_norm_ema(
     sharded_over: Any = "auto",
     nonfinite: Nonfinite = "propagate",
 ) -> Transform:
-    """Clips each leaf to a moving average of its own clipped norms."""
+    """Scales each leaf down where its norm exceeds a moving average of its own.
+
+    For the first `warmup` steps this is `clip_by_global_norm(max_norm)`, while gamma of
+    each leaf becomes the minimum or mean of its clipped norms. Then each leaf, or each of
+    its slices along `stacked_axis`, is multiplied by `min(1, c / n)`, with n its norm and
+    c = ratio * max(gamma, floor), and gamma moves towards the clipped norm. A threshold
+    can so rise by a few per cent a step only. With the defaults this is the paper, and a
+    leaf whose first gradient is zero stays frozen for ever (A of a LoRA, while B is
+    zero): give a `floor` wherever that may be, of the size of the smallest norm that
+    should pass.
+    Experimental: this may change in any release.
+    Options and common promises: `help(optax_unitnorm)`.
+
+    Args:
+        ratio: of the threshold to gamma, >= 0: a number, a scalar array or an optax
+            schedule, which counts this transform's steps.
+        decay: of gamma, in [0, 1]: a number or a scalar array.
+        warmup: how many steps with a finite norm come first, >= 1; static.
+        max_norm: the global norm that passes during those, >= 0: a number, an array or
+            a schedule.
+        floor: the smallest gamma that is used, >= 0: a number, an array or a schedule.
+        initial: "min" or "mean", what gamma is after the warm-up; static.
+        stacked_axis: None, an axis, or a prefix tree of them as in_axes of vmap is:
+            each slice along it counts as a leaf of its own (scanned layers).
+        ord: the order of the norm: None (2), 1, inf or any p >= 1; static.
+        mask: bools as a tree, a prefix of it or a callable of the gradients; leaves
+            at False are neither counted nor scaled.
+        sharded_over: the mesh axes that leaves are split over: "auto" (as the types
+            say), None (whole on every device), names or PartitionSpecs.
+        nonfinite: what a NaN or inf makes of all that shares its norm: "propagate"
+            (NaN) or "zero". It never enters the history, nor does what other leaves
+            hold on that step; in the warm-up they are then held to `max_norm` each.
+
+    Returns:
+        A gradient transformation. Its state holds a `NormState`, the thresholds now in
+        force and gamma (a vector each, one entry a leaf or slice in leaf order, float32,
+        or float64 where a parameter was float64 at init; `grad_threshold` in `metrics`),
+        and an int32 count. During the warm-up the threshold of a leaf is its share of
+        `max_norm`, infinite where that does not bind.
+
+    Raises:
+        TypeError, ValueError: for a wrong argument, when the transform is built; for a
+            static one that is traced, with the way out.
+        ValueError: at update, if a leaf lacks its stacked axis; if a tree does not fit
+            the gradients; if a leaf with slices is split over devices and no
+            PartitionSpec says how; if the state is not this transform's, or not of as
+            many leaves.
+
+    Guarantees:
+        - Published values come out (tests: test_history.py::test_golden).
+        - The recursion is the published one (tests:
+          test_history.py::test_leaf_ema_oracle).
+        - A leaf that starts at zero comes back with a floor, and does not without (tests:
+          test_history.py::test_a_leaf_that_starts_at_zero).
+        - A slice has a history as a leaf would have (tests:
+          test_history.py::test_stacked_axis, ::test_slices_of_a_split_leaf).
+        - A non-finite norm changes nothing that comes after it (tests:
+          test_history.py::test_one_nan_changes_nothing_after_it,
+          ::test_norm_beyond_float32).
+        - During the warm-up the derivative is that of the global clip; later the
+          threshold is a constant to differentiation (tests:
+          test_history.py::test_derivative_in_the_warm_up_of_the_leaf_ema,
+          ::test_derivative_through_a_run).
+        - Devices that would each decide otherwise keep one history, with one collective
+          a step and none in a branch (tests:
+          test_history.py::test_two_devices_that_would_disagree, ::test_pmap,
+          ::test_one_collective_and_none_in_a_branch).
+        - A run restored from a checkpoint continues bit for bit (tests:
+          test_history.py::test_a_restored_run_continues_bit_for_bit).
+
+    References:
+        Wang et al., AdaGC: Improving training stability for large language model
+        pretraining, 2025, https://arxiv.org/abs/2502.11034.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax_unitnorm as oun
+        >>> tx = oun.clip_by_leaf_norm_ema(ratio=1.5, warmup=2, max_norm=10.0, floor=1e-3)
+        >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([1.0])}
+        >>> state = tx.init(grads)
+        >>> for scale in [1, 1, 100]:
+        ...     spike = {"w": scale * grads["w"], "b": grads["b"]}
+        ...     updates, state = tx.update(spike, state)
+        >>> updates["w"], updates["b"]  # 1.5 times the usual norm of w, which is 5
+        (Array([4.5, 6. ], dtype=float32), Array([1.], dtype=float32))
+    """
     history = _leaf_ema(
         _checks.integer("warmup", warmup, at_least=1),
         _checks.choice("initial", initial, ("min", "mean")),
@@ -322,7 +563,7 @@ def clip_by_leaf_norm_ema(
         _scopes.each_leaf(stacked_axis),
         _rules.clip(),
         _checks.threshold("ratio", ratio),
-        _checks.number("decay", decay, high=1),
+        _checks.number("decay", decay, high=1.0),
         _checks.threshold("max_norm", max_norm),
         _checks.threshold("floor", floor),
         ord=ord,

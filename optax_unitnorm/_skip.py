@@ -39,7 +39,100 @@ def skip_spikes(
     mask: Tree = None,
     sharded_over: Any = "auto",
 ) -> Transform:
-    """Leaves out the steps whose gradient norm, or loss, is a spike."""
+    """Takes no step at all where the norm of the gradients is a spike.
+
+    A step is skipped where the norm of the whole tree is not finite, is at least
+    `skip_norm` or, with `sigmas`, exceeds mean + sigmas * (sample standard deviation) of
+    the last norms. Its update is zero, and the state of `inner`, which may be a whole
+    optimizer, stays exactly as it was. If the step passes its loss, as optax's
+    linesearches take it (`tx.update(grads, state, params, value=loss)`), a loss that is
+    not finite or exceeds its own last ones in the same way skips too; `skip_norm` is
+    for norms alone.
+    Experimental: this may change in any release.
+    Options and common promises: `help(optax_unitnorm)`.
+
+    Args:
+        inner: the gradient transformation around which to skip.
+        skip_norm: the norm from which on a step is skipped, >= 0: a number, a scalar
+            array or an optax schedule, which counts this transform's steps. It holds
+            from the first step on.
+        sigmas: how many standard deviations above the mean a spike is, >= 0, likewise;
+            None looks at no history.
+        window: how many norms (and losses) are remembered, >= 2; static.
+        warmup: how many must have been seen before they count, from 2 to `window`;
+            static. None is half the window.
+        observe: "accepted" keeps the norms of skipped steps out of the window, "raw"
+            lets finite ones in; static. After a change of regime "accepted" alone may
+            skip for ever (give `max_consecutive`); "raw" adapts within the window, and
+            so does a series of spikes to itself.
+        max_consecutive: after so many finite steps were skipped in a row the next
+            finite one is accepted, >= 1; static. None is no limit.
+        ord: the order of the norm: None (2), 1, inf or any p >= 1; static.
+        mask: bools as a tree, a prefix of it or a callable of the gradients; leaves at
+            False are not counted. A skipped step has zeros there too.
+        sharded_over: the mesh axes that leaves are split over: "auto" (as the types
+            say), None (whole on every device), names or PartitionSpecs. If it is said
+            in the step, `inner` hears it too.
+
+    Returns:
+        A gradient transformation. Its state holds a `NormState` (a scale of 0 is a
+        skipped step; `clipped` counts those with a finite norm), int32 counts of the
+        steps skipped in all and in a row, the norm above which this step would have been
+        skipped (`grad_threshold` in `metrics`), the windows, and the state of `inner`.
+        Leaves that do not count pass as they are.
+
+    Raises:
+        TypeError, ValueError: for a wrong argument, when the transform is built; for a
+            static one that is traced, with the way out.
+        ValueError: at update, if `mask` or `sharded_over` does not fit the gradients; if
+            the state is not this transform's; if `value` is no scalar; if `inner`
+            changes the structure of updates or state.
+
+    Guarantees:
+        - A skipped step has zeros for updates, and not a bit of the inner state moves
+          (tests: test_history.py::test_skipped_step_leaves_everything).
+        - Norms and losses are held to mean + sigmas * deviation of the last ones (tests:
+          test_history.py::test_skip_oracle, ::test_golden, ::test_value).
+        - Equal norms are no spikes (tests:
+          test_history.py::test_equal_norms_are_no_spikes).
+        - A non-finite norm changes nothing that comes after it (tests:
+          test_history.py::test_one_nan_changes_nothing_after_it,
+          ::test_norm_beyond_float32).
+        - No NaN passes, however many come in a row (tests:
+          test_history.py::test_max_consecutive).
+        - A regime change cannot lock training out with `max_consecutive` or "raw"
+          (tests: test_history.py::test_regime_change_skip).
+        - All devices skip or none does; around a transform with a collective there is no
+          branch to wait in (tests: test_history.py::test_two_devices_that_would_disagree,
+          ::test_one_collective_and_none_in_a_branch,
+          ::test_a_nan_on_one_device_does_not_hang). A loss that differs between devices,
+          where types show it, costs one more collective (tests:
+          test_history.py::test_a_local_loss_costs_one_more_collective).
+        - Around one without, it is a branch, with the memory of `optax.apply_if_finite`
+          (tests: test_history.py::test_memory_of_a_wrapped_optimizer,
+          ::test_a_branch_where_nothing_is_sent).
+        - `inner` is traced once and given all extra arguments (tests:
+          test_history.py::test_inner_is_traced_once,
+          ::test_extra_arguments_reach_the_inner_transform).
+        - A run restored from a checkpoint continues bit for bit (tests:
+          test_history.py::test_a_restored_run_continues_bit_for_bit).
+
+    References:
+        Chowdhery et al., PaLM: Scaling language modeling with pathways, 2022,
+        https://arxiv.org/abs/2204.02311, section 5.1 (spikes, and batches left out).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_unitnorm as oun
+        >>> tx = oun.skip_spikes(optax.adam(0.1), skip_norm=10.0)
+        >>> params = jnp.array([1.0])
+        >>> state = tx.init(params)
+        >>> for grad in [1.0, 500.0, float("nan"), 1.0]:
+        ...     updates, state = tx.update(jnp.array([grad]), state, params)
+        >>> int(state.skipped), int(state.inner[0].count)  # adam has seen two steps
+        (2, 2)
+    """
     tx = _checked_inner(inner)
     limits = [_checks.threshold("skip_norm", skip_norm)]
     limits += [] if sigmas is None else [_checks.threshold("sigmas", sigmas)]
