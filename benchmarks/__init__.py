@@ -1,0 +1,1 @@
+"""How fast the transforms are, against what they replace: `python -m benchmarks`."""
