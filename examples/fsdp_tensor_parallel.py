@@ -15,8 +15,12 @@ from jax.sharding import PartitionSpec as P
 import optax_unitnorm as oun
 
 tx = optax.chain(oun.clip_by_global_norm(1.0), optax.adam(1e-2))
-specs = {"in": P("data", "model"), "bias": P("model"), "out": P("model", "data")}
-specs["last"] = P()
+specs = {
+    "in": P("data", "model"),
+    "bias": P("model"),
+    "out": P("model", "data"),
+    "last": P(),
+}
 
 
 def loss_fn(params, x, y):

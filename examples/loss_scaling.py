@@ -47,7 +47,7 @@ def start():
 def main():
     params, x, y = start()
     opt_state = tx.init(params)
-    loss_scale = jnp.float32(2.0**16)  # float16 ends at 65504: the first steps overflow
+    loss_scale = jnp.float32(2.0**16)  # float16 ends at 65504: it overflows at once
     losses = []
     for _ in range(100):
         losses.append(float(loss_fn(params, x, y)))

@@ -9,7 +9,7 @@ import optax
 
 import optax_unitnorm as oun
 
-max_norm = optax.linear_schedule(init_value=2.0, end_value=0.1, transition_steps=100)
+max_norm = optax.linear_schedule(init_value=0.3, end_value=0.05, transition_steps=100)
 tx = optax.chain(oun.clip_by_global_norm(max_norm), optax.sgd(0.1))
 
 
