@@ -139,6 +139,8 @@ from optax_unitnorm._history import (
     clip_by_global_norm_zscore as clip_by_global_norm_zscore,
 )
 from optax_unitnorm._history import clip_by_leaf_norm_ema as clip_by_leaf_norm_ema
+from optax_unitnorm._migrate import clip_like_keras as clip_like_keras
+from optax_unitnorm._migrate import clip_like_torch as clip_like_torch
 from optax_unitnorm._monitor import describe as describe
 from optax_unitnorm._monitor import metrics as metrics
 from optax_unitnorm._normalize import (

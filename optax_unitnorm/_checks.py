@@ -95,13 +95,13 @@ def choice(name: str, value: Any, options: tuple[str, ...]) -> Any:
     return value
 
 
-def order(value: Any) -> float:
+def order(value: Any, name: str = "ord") -> float:
     """The order of a norm: None is 2."""
     if value is None:
         return 2.0
-    _refuse_traced("ord", value)
+    _refuse_traced(name, value)
     if not _is_number(value):
-        raise TypeError(f"`ord` must be None, inf or a number >= 1; {_got(value)}")
+        raise TypeError(f"`{name}` must be None, inf or a number >= 1; {_got(value)}")
     if not value >= 1:
-        raise ValueError(f"`ord` must be >= 1; {_got(value)}")
+        raise ValueError(f"`{name}` must be >= 1; {_got(value)}")
     return float(value)

@@ -623,7 +623,7 @@ def record_norm(
         ord=ord,
         mask=mask,
         sharded_over=sharded_over,
-        nonfinite=None,
+        scales=False,
     )
 
 

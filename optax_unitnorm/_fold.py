@@ -227,8 +227,10 @@ def _ordinary(total: jax.Array) -> jax.Array:
 
 def _branched_squares(chunks: Any, *, kept: Any, dtype: Any) -> "list[jax.Array]":
     low, high, factor = _range(dtype)
-    square = _square(dtype)
-    sums = [_sums(_Cell(*pair), square) for pair in zip(chunks, kept, strict=True)]
+    sums = [
+        [_chunk_squares(chunk, None, kept=axes, dtype=dtype) for chunk in cell]
+        for cell, axes in zip(chunks, kept, strict=True)
+    ]
     totals = [_together(s) for s in sums]
     inside = [jnp.all((t >= low) & (t <= high)) for t in totals]
 
@@ -236,20 +238,12 @@ def _branched_squares(chunks: Any, *, kept: Any, dtype: Any) -> "list[jax.Array]
         # A second pass, only in the rare case, with a factor for each chunk (one
         # shared by all would be broadcast to the size of a leaf, in memory).
         parts: list[jax.Array] = []
-        for cell_sums, cell_chunks, axes in zip(sums, chunks, kept, strict=True):
-            s = lax.stop_gradient(jnp.stack(cell_sums))
-            f = jnp.where(s > high, 1 / factor, jnp.where(s < low, factor, 1))
-            f = f.astype(dtype)
-            again = jnp.stack(
-                [
-                    _sum(_Cell([chunk], axes), _square(dtype, f[i]))
-                    for i, chunk in enumerate(cell_chunks)
-                ]
-            )
-            slots = (1 / factor, 1, factor)
-            parts.append(
-                jnp.stack([jnp.sum(jnp.where(f == x, again, 0), axis=0) for x in slots])
-            )
+        for cell_sums, cell, axes in zip(sums, chunks, kept, strict=True):
+            slots = [
+                _rescaled_squares(chunk, s, kept=axes, dtype=dtype)
+                for chunk, s in zip(cell, cell_sums, strict=True)
+            ]
+            parts.append(_together(slots))
         return parts
 
     # No collective in either branch, so devices may disagree.
@@ -261,7 +255,30 @@ def _branched_squares(chunks: Any, *, kept: Any, dtype: Any) -> "list[jax.Array]
     )
 
 
-def _masked_squares(chunks: Any, *, kept: Any, dtype: Any) -> "list[jax.Array]":
+# jit, so that leaves alike are traced once however many there are.
+@functools.partial(jax.jit, static_argnames=("kept", "dtype"))
+def _chunk_squares(
+    chunk: "list[jax.Array]", factor: "jax.Array | None", *, kept: Any, dtype: Any
+) -> jax.Array:
+    (total,) = _sums(_Cell([chunk], kept), _square(dtype, factor))
+    return total
+
+
+@functools.partial(jax.jit, static_argnames=("kept", "dtype"))
+def _rescaled_squares(
+    chunk: "list[jax.Array]", plain: jax.Array, *, kept: Any, dtype: Any
+) -> jax.Array:
+    """The three slots of a chunk, from a factor that its plain sum tells."""
+    low, high, factor = _range(dtype)
+    plain = lax.stop_gradient(plain)
+    f = jnp.where(plain > high, 1 / factor, jnp.where(plain < low, factor, 1))
+    f = f.astype(dtype)
+    again = _chunk_squares(chunk, f, kept=kept, dtype=dtype)
+    return jnp.stack([jnp.where(f == x, again, 0) for x in (1 / factor, 1, factor)])
+
+
+@functools.partial(jax.jit, static_argnames=("kept", "dtype"))
+def _chunk_slots(chunk: "list[jax.Array]", *, kept: Any, dtype: Any) -> jax.Array:
     low, high, factor = _range(dtype)
     large, small = math.sqrt(high), math.sqrt(low) * 2.0**-20
 
@@ -277,10 +294,15 @@ def _masked_squares(chunks: Any, *, kept: Any, dtype: Any) -> "list[jax.Array]":
             total = total + jnp.where(kind == which, ranged * ranged, 0)
         return total
 
-    cells = [_Cell(*pair) for pair in zip(chunks, kept, strict=True)]
+    cell = _Cell([chunk], kept)
+    slots = [_sums(cell, functools.partial(slot, which=w))[0] for w in range(3)]
+    return jnp.stack(slots)
+
+
+def _masked_squares(chunks: Any, *, kept: Any, dtype: Any) -> "list[jax.Array]":
     return [
-        jnp.stack([_sum(cell, functools.partial(slot, which=w)) for w in range(3)])
-        for cell in cells
+        _together([_chunk_slots(chunk, kept=axes, dtype=dtype) for chunk in cell])
+        for cell, axes in zip(chunks, kept, strict=True)
     ]
 
 
@@ -400,6 +422,7 @@ def _power_of_two(exponent: jax.Array, dtype: Any) -> jax.Array:
     return lax.bitcast_convert_type(biased << info.nmant, dtype)
 
 
+@jax.jit
 def scaled(
     leaf: jax.Array, scale: Scale, changes: jax.Array, drops: "jax.Array | None"
 ) -> jax.Array:

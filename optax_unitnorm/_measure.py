@@ -257,6 +257,6 @@ def spread(values: jax.Array, *, plan: Plan, i: int) -> jax.Array:
     """The entries of a vector of blocks that belong to leaf i, to broadcast to it."""
     block = plan.blocks[i]
     if not block.shape:
-        return values[block.start]
+        return lax.index_in_dim(values, block.start, keepdims=False)
     whole = values[block.start : block.stop()].reshape(block.shape)
     return _devices.piece(whole, plan.layouts[i], inside=False)

@@ -76,13 +76,13 @@ def soft_clip() -> Rule:
 
 
 def clip_with_eps(eps: float) -> Rule:
-    """min(1, threshold / (norm + eps)), multiplied even where it is 1."""
+    """min(1, threshold / (norm + eps)): just below the threshold it binds too."""
 
     def rule(norms: Norms, threshold: jax.Array) -> Decision:
         den = norms.block + eps
         binds = den > threshold
         num = jnp.where(binds, threshold, den)
-        return Decision(num, den, jnp.ones(binds.shape, bool), jnp.any(binds))
+        return Decision(num, den, binds, jnp.any(binds))
 
     return rule
 

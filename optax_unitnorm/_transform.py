@@ -143,22 +143,22 @@ def transform(
     ord: Any = None,
     mask: Tree = None,
     sharded_over: Any = "auto",
-    nonfinite: "Nonfinite | None" = "propagate",
+    nonfinite: Nonfinite = "propagate",
     history: "History | None" = None,
     against_params: bool = False,
+    scales: bool = True,
 ) -> Transform:
     """Builds a gradient transformation from a scope and a rule.
 
     thresholds: what the rule (or the history) takes beside the norms, checked.
     history: makes the rule's threshold of this step from the norms seen so far.
-    nonfinite: None hands a block through whatever its norm is.
     against_params: the rule needs the norms of the parameters.
+    scales: False hands the updates through, whatever their norm is.
     """
     order = _checks.order(ord)
     _leaves.check_mask(mask)
     built_with = _devices.check_statement(sharded_over)
-    if nonfinite is not None:
-        _checks.choice("nonfinite", nonfinite, ("propagate", "zero"))
+    _checks.choice("nonfinite", nonfinite, ("propagate", "zero"))
 
     def init(params: Tree) -> Any:
         state = init_norm_state(params)
@@ -201,13 +201,14 @@ def transform(
         now = [at_step(t, record, dtype) for t in thresholds]
 
         if history is None:
-            outcome = _amend(norms, rule(norms, *now), nonfinite)
-            arrays = _apply(what.leaves.arrays, outcome, plan=plan)
-            seen = _devices.largest(_summary(norms, outcome))
+            outcome = _amend(norms, rule(norms, *now), nonfinite if scales else None)
+            if scales:
+                arrays = _apply(what.leaves.arrays, outcome, plan=plan)
+                updates = what.leaves.rebuild(arrays)
             if record is None:
-                return what.leaves.rebuild(arrays), state
-            new = count_step(record, seen, measured.repeated)
-            return what.leaves.rebuild(arrays), new
+                return updates, state
+            seen = _devices.largest(_summary(norms, outcome))
+            return updates, count_step(record, seen, measured.repeated)
 
         # The history is the same on all devices, even where their norms are not.
         common = _common(norms, record.grad_norm.dtype)
@@ -269,6 +270,8 @@ def at_step(threshold: Any, record: "NormState | None", dtype: Any) -> jax.Array
     return jnp.asarray(threshold).astype(dtype)
 
 
+# Compiled, as the measuring and the applying are, for the sake of eager steps.
+@functools.partial(jax.jit, static_argnames=("nonfinite",))
 def _amend(norms: Norms, decision: Decision, nonfinite: Any) -> _Outcome:
     """The scale of each block, with what `nonfinite` says of a bad norm."""
     scale = _fold.divide(decision.num, decision.den)
@@ -286,17 +289,21 @@ def _amend(norms: Norms, decision: Decision, nonfinite: Any) -> _Outcome:
 def _apply(
     arrays: "list[jax.Array]", outcome: _Outcome, *, plan: _measure.Plan
 ) -> "list[jax.Array]":
-    # Without a barrier each leaf's loop would work out all scales anew.
-    outcome = jax.tree.map(lax.optimization_barrier, outcome)
+    # Stacked behind a barrier: a compiler would otherwise work out all scales anew
+    # in each leaf's loop, and take minutes to write that down.
+    drops = outcome.changes if outcome.drops is None else outcome.drops
+    rows = [*outcome.scale, outcome.changes, drops]
+    dtype = outcome.scale.first.dtype
+    rows = list(lax.optimization_barrier(jnp.stack([r.astype(dtype) for r in rows])))
     scaled: list[jax.Array] = []
     for i, leaf in enumerate(arrays):
-        own = functools.partial(_measure.spread, plan=plan, i=i)
-        scale = _fold.Scale(own(outcome.scale.first), own(outcome.scale.second))
-        drops = None if outcome.drops is None else own(outcome.drops)
-        scaled.append(_fold.scaled(leaf, scale, own(outcome.changes), drops))
+        own = [_measure.spread(row, plan=plan, i=i) for row in rows]
+        drop = None if outcome.drops is None else own[3] > 0
+        scaled.append(_fold.scaled(leaf, _fold.Scale(*own[:2]), own[2] > 0, drop))
     return scaled
 
 
+@jax.jit
 def _summary(norms: Norms, outcome: _Outcome) -> jax.Array:
     """What a step has to say: the norm, minus the smallest scale, what happened.
 

@@ -270,7 +270,9 @@ def clip_grad_norm(
         norms, norm = measured.norms, measured.norms.total
     else:
         plan = _measure.plan(what, order)
-        norm = jnp.asarray(_checks.number("norm", norm))
+        # A measurement, not a threshold: NaN is for `nonfinite` to decide.
+        known = norm if isinstance(norm, float) and norm != norm else None
+        norm = jnp.asarray(_checks.number("norm", norm) if known is None else known)
         norms = _known(norm.astype(plan.dtype), plan)
     if _checks.boolean("error_if_nonfinite", error_if_nonfinite):
         _refuse_nonfinite(what, norm)
