@@ -59,7 +59,11 @@ def _draw(dtype: str, power: int = 0) -> dict[str, jax.Array]:
         return rng.choice([-1.0, 1.0], shape) * size * 2.0**power
 
     def leaf(shape: tuple[int, ...]) -> jax.Array:
-        x = real(shape) + 1j * real(shape) if dtype.startswith("complex") else real(shape)
+        x = (
+            real(shape) + 1j * real(shape)
+            if dtype.startswith("complex")
+            else real(shape)
+        )
         return jnp.asarray(np.asarray(x, jnp.dtype(dtype)))
 
     return {name: leaf(shape) for name, shape in SHAPES.items()}
@@ -152,7 +156,8 @@ def _sharded(kind: str, devices: list[Any]) -> tuple[str, bool]:
     mesh = Mesh(np.asarray(devices), ("d",))
     if kind == "jit":
         placed = {
-            k: jax.device_put(x, NamedSharding(mesh, SPECS[k])) for k, x in grads.items()
+            k: jax.device_put(x, NamedSharding(mesh, SPECS[k]))
+            for k, x in grads.items()
         }
         got, state = jax.jit(tx.update)(placed, tx.init(grads))
     elif kind == "shard_map":
@@ -290,7 +295,9 @@ def main() -> int:
     failed = sum(line.ok is False for line in lines)
     held = sum(line.ok is True for line in lines)
     print()
-    print(f"NOT sound: {failed} checks failed" if failed else f"sound: {held} checks held")
+    print(
+        f"NOT sound: {failed} checks failed" if failed else f"sound: {held} checks held"
+    )
     return int(failed > 0)
 
 

@@ -1,4 +1,6 @@
-"""Argument checks: one sentence shape, "`name` must be rule; got value."
+"""Argument checks, in sentences of one shape.
+
+"`name` must be rule; got value."
 
 Only concrete Python and numpy values are judged. Traced values and jax arrays
 pass (their shape and dtype are looked at, never their value), so that a
@@ -47,9 +49,7 @@ def threshold(name: str, value: Any, *, signed: bool = False) -> Any:
     return value
 
 
-def number(
-    name: str, value: Any, *, low: float = 0.0, high: float = math.inf
-) -> Any:
+def number(name: str, value: Any, *, low: float = 0.0, high: float = math.inf) -> Any:
     """A number in [low, high] or a scalar array, not a schedule."""
     if callable(value):
         raise TypeError(f"`{name}` must be a number or a scalar array; {_got(value)}")

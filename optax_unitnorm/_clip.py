@@ -786,9 +786,9 @@ def clip_by_value(max_value: Any, min_value: Any = None) -> Transform:
                     f"schedule, whose step it counts; got {type(state).__name__}."
                 )
             bounds = [b(state.steps) if callable(b) else b for b in bounds]
-            state = StepState(optax.safe_increment(state.steps))
+            state = StepState(jnp.asarray(optax.safe_increment(state.steps)))
         leaves = _leaves.count(updates, None)
-        for i, x in zip(leaves.index, leaves.arrays, strict=True):
+        for i, x in zip(leaves.at, leaves.arrays, strict=True):
             if low is not None and jnp.issubdtype(x.dtype, jnp.complexfloating):
                 raise ValueError(
                     "`min_value` must be None where a leaf is complex and clipped by "

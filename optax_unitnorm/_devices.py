@@ -147,7 +147,7 @@ def layouts(
     region = _region()
 
     def where(j: int) -> str:
-        return repr(_leaves.paths(tree)[leaves.index[j]] or "the root")
+        return repr(_leaves.paths(tree)[leaves.at[j]] or "the root")
 
     for j, x in enumerate(leaves.arrays):
         if _unreduced(x):
@@ -205,7 +205,7 @@ def _stated(
         found = [Layout(axes, None if axes else ()) for _ in leaves.arrays]
     else:
         specs = _leaves.spread("sharded_over", stated, tree, is_spec)
-        found = [_from_spec(specs[i], region) for i in leaves.index]
+        found = [_from_spec(specs[i], region) for i in leaves.at]
     for j, (layout, x) in enumerate(zip(found, leaves.arrays, strict=True)):
         for axis in layout.axes:
             if axis in region.tracked and axis not in varying(x):
@@ -324,7 +324,8 @@ def embed(part: jax.Array, kept: tuple[int, ...], layout: Layout) -> jax.Array:
 
     part has shape (slots, *leaf dimensions); what other devices hold is zero.
     """
-    shape, start = list(part.shape), [0] * part.ndim
+    start: list[Any] = [0] * part.ndim
+    shape = list(part.shape)
     for dim in kept:
         axes = layout.at(dim)
         if axes:
@@ -343,7 +344,8 @@ def piece(whole: jax.Array, layout: Layout, *, inside: bool) -> jax.Array:
     `inside` the nested shard_map its axes count too; outside, leaves are whole
     along them.
     """
-    start, sizes = [0] * whole.ndim, list(whole.shape)
+    start: list[Any] = [0] * whole.ndim
+    sizes = list(whole.shape)
     for dim, size in enumerate(whole.shape):
         axes = layout.at(dim) if inside else layout.outer(dim)
         if size > 1 and axes:
@@ -386,10 +388,8 @@ def reduce(
         sent = jnp.concatenate(flat + sums + [-s for s in sums])
         received = _max_over(sent, union)
     else:
-        bits = [_bits(c.parts) for c in watched]
-        sent = jnp.concatenate(
-            flat + [_first_only(b, c.axes, union) for b, c in zip(bits, watched)]
-        )
+        pairs = [(_bits(c.parts), c) for c in watched]
+        sent = jnp.concatenate(flat + [_first_only(b, c.axes, union) for b, c in pairs])
         received = lax.psum(sent, union)
     reduced: dict[int, jax.Array] = {}
     offset = 0
@@ -424,9 +424,7 @@ def _bits(parts: jax.Array) -> jax.Array:
     return bits.astype(parts.dtype)
 
 
-def _repeated(
-    received: jax.Array, watched: "list[Column]", order: float
-) -> jax.Array:
+def _repeated(received: jax.Array, watched: "list[Column]", order: float) -> jax.Array:
     same: list[jax.Array] = []
     if order == math.inf:
         tops, bottoms = received[: len(watched)], -received[len(watched) :]
@@ -512,7 +510,7 @@ def stated_now(built_with: Any, given: Any) -> Any:
 # ---------------------------------------------------------------- concrete arrays
 def leads_over_devices(value: Any) -> bool:
     """Whether a concrete array's leading axis is one copy a device, as by pmap."""
-    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+    if not isinstance(value, jax.Array) or _leaves.is_traced(value):
         return False
     if not value.ndim or len(value.sharding.device_set) == 1:
         return False
@@ -524,4 +522,6 @@ def copies(value: Any) -> "list[np.ndarray]":
     if not isinstance(value, jax.Array):
         return [np.asarray(value)]
     shards = [np.asarray(shard.data) for shard in value.addressable_shards]
-    return [row for s in shards for row in s] if leads_over_devices(value) else shards
+    if leads_over_devices(value):
+        return [np.asarray(row) for shard in shards for row in shard]
+    return shards

@@ -226,7 +226,7 @@ def _ordinary(total: jax.Array) -> jax.Array:
 
 
 def _branched_squares(chunks: Any, *, kept: Any, dtype: Any) -> "list[jax.Array]":
-    low, high, factor = _range(dtype)
+    low, high, _ = _range(dtype)
     sums = [
         [_chunk_squares(chunk, None, kept=axes, dtype=dtype) for chunk in cell]
         for cell, axes in zip(chunks, kept, strict=True)
@@ -288,9 +288,8 @@ def _chunk_slots(chunk: "list[jax.Array]", *, kept: Any, dtype: Any) -> jax.Arra
             size = jnp.abs(part)
             kind = jnp.where(size >= large, 0, jnp.where(size < small, 2, 1))
             # One select, then one square: nothing for a compiler to fold back.
-            ranged = jnp.where(
-                kind == 0, part * (1 / factor), jnp.where(kind == 2, part * factor, part)
-            )
+            raised = jnp.where(kind == 2, part * factor, part)
+            ranged = jnp.where(kind == 0, part * (1 / factor), raised)
             total = total + jnp.where(kind == which, ranged * ranged, 0)
         return total
 

@@ -26,7 +26,7 @@ class Window(NamedTuple):
 
     values: jax.Array
     next: jax.Array
-    count: jax.Array
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 def empty_window(size: int, dtype: Any) -> Window:
@@ -124,13 +124,14 @@ def clip_by_global_norm_percentile(
 ) -> Transform:
     """Scales all gradients down where their norm exceeds a percentile of the last ones.
 
-    Every element is multiplied by `min(1, c / n)`, with n the norm of the whole tree and c
-    the percentile (linear interpolation) of the norms of the last `window` steps: the
-    threshold follows the run, with no number to tune per task. With the current norm
-    included and a percentile of 10, as published, nine steps of ten are clipped: that is
-    nearer to normalising than to catching spikes. For spikes take 90 or more.
-    Experimental: this may change in any release.
-    Options and common promises: `help(optax_unitnorm)`.
+    Every element is multiplied by `min(1, c / n)`, with n the norm of the whole tree
+    and c the percentile (linear interpolation) of the norms of the last `window` steps:
+    the threshold follows the run, with no number to tune per task. With the current
+    norm included and a percentile of 10, as published, nine steps of ten are clipped:
+    that is nearer to normalising than to catching spikes. For spikes take 90 or more.
+
+    Experimental: this may change in any release. Options and common promises:
+    `help(optax_unitnorm)`.
 
     Args:
         percentile: in [0, 100]: a number, a scalar array or an optax schedule, which
@@ -163,8 +164,8 @@ def clip_by_global_norm_percentile(
 
     Guarantees:
         - Published values come out (tests: test_history.py::test_golden).
-        - The threshold is numpy's percentile of the last `window` finite norms, for ever
-          (tests: test_history.py::test_percentile_oracle).
+        - The threshold is numpy's percentile of the last `window` finite norms, for
+          ever (tests: test_history.py::test_percentile_oracle).
         - A non-finite norm changes nothing that comes after it (tests:
           test_history.py::test_one_nan_changes_nothing_after_it,
           ::test_norm_beyond_float32).
@@ -183,8 +184,8 @@ def clip_by_global_norm_percentile(
           test_history.py::test_a_restored_run_continues_bit_for_bit).
 
     References:
-        Seetharaman, Wichern, Pardo and Le Roux, AutoClip: Adaptive gradient clipping for
-        source separation networks, 2020, https://arxiv.org/abs/2007.14469.
+        Seetharaman, Wichern, Pardo and Le Roux, AutoClip: Adaptive gradient clipping
+        for source separation networks, 2020, https://arxiv.org/abs/2007.14469.
 
     Example:
         >>> import jax.numpy as jnp
@@ -223,7 +224,7 @@ class ZScoreMemory(NamedTuple):
 
     mean: jax.Array
     std: jax.Array
-    count: jax.Array
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 # The published method adds it to the standard deviation, for those of zero.
@@ -301,13 +302,14 @@ def clip_by_global_norm_zscore(
     """Scales all gradients down where their norm lies far above its moving mean.
 
     With n the norm of the whole tree, z = (n - mean) / (std + 1e-6). Where z exceeds
-    `z_threshold` the step is a spike, and every element is multiplied by c / n, with
-    c = mean + z_threshold**2 * std / z (the larger the spike, the nearer to the mean) or,
-    with mode "mean", the mean itself. `max_norm` caps every step. During the first
+    `z_threshold` the step is a spike, and every element is multiplied by c / n, where c
+    is mean + z_threshold**2 * std / z (the larger the spike, the nearer to the mean)
+    or, with mode "mean", the mean itself. `max_norm` caps every step. During the first
     `warmup` steps it is all there is: the rule is blind to spikes then, and those it
     lets in stay in its mean for long, so do not set it to infinity.
-    Experimental: this may change in any release.
-    Options and common promises: `help(optax_unitnorm)`.
+
+    Experimental: this may change in any release. Options and common promises:
+    `help(optax_unitnorm)`.
 
     Args:
         z_threshold: how many standard deviations above the mean a spike is, >= 0: a
@@ -335,7 +337,8 @@ def clip_by_global_norm_zscore(
         A gradient transformation. Its state holds a `NormState`, the threshold now in
         force (a scalar, `grad_threshold` in `metrics`; on a step that is no spike, the
         norm from which on it would have been one), and mean, standard deviation and a
-        count: scalars, float32 (float64 where a parameter was float64 at init) and int32.
+        count: scalars, float32 (float64 where a parameter was float64 at init) and
+        int32.
 
     Raises:
         TypeError, ValueError: for a wrong argument, when the transform is built; for a
@@ -404,7 +407,7 @@ class LeafEmaMemory(NamedTuple):
     """gamma of every block, shape (blocks,), and steps seen (at most the warm-up)."""
 
     gamma: jax.Array
-    count: jax.Array
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 def _leaf_ema(warmup: int, initial: str) -> History:
@@ -472,15 +475,16 @@ def clip_by_leaf_norm_ema(
     """Scales each leaf down where its norm exceeds a moving average of its own.
 
     For the first `warmup` steps this is `clip_by_global_norm(max_norm)`, while gamma of
-    each leaf becomes the minimum or mean of its clipped norms. Then each leaf, or each of
-    its slices along `stacked_axis`, is multiplied by `min(1, c / n)`, with n its norm and
-    c = ratio * max(gamma, floor), and gamma moves towards the clipped norm. A threshold
-    can so rise by a few per cent a step only. With the defaults this is the paper, and a
-    leaf whose first gradient is zero stays frozen for ever (A of a LoRA, while B is
-    zero): give a `floor` wherever that may be, of the size of the smallest norm that
-    should pass.
-    Experimental: this may change in any release.
-    Options and common promises: `help(optax_unitnorm)`.
+    each leaf becomes the minimum or mean of its clipped norms. Then each leaf, or each
+    of its slices along `stacked_axis`, is multiplied by `min(1, c / n)`, with n its
+    norm and c = ratio * max(gamma, floor), and gamma moves towards the clipped norm. A
+    threshold can so rise by a few per cent a step only. With the defaults this is the
+    paper, and a leaf whose first gradient is zero stays frozen for ever (A of a LoRA,
+    while B is zero): give a `floor` wherever that may be, of the size of the smallest
+    norm that should pass.
+
+    Experimental: this may change in any release. Options and common promises:
+    `help(optax_unitnorm)`.
 
     Args:
         ratio: of the threshold to gamma, >= 0: a number, a scalar array or an optax
@@ -504,10 +508,10 @@ def clip_by_leaf_norm_ema(
 
     Returns:
         A gradient transformation. Its state holds a `NormState`, the thresholds now in
-        force and gamma (a vector each, one entry a leaf or slice in leaf order, float32,
-        or float64 where a parameter was float64 at init; `grad_threshold` in `metrics`),
-        and an int32 count. During the warm-up the threshold of a leaf is its share of
-        `max_norm`, infinite where that does not bind.
+        force and gamma (a vector each, one entry a leaf or slice in leaf order,
+        float32, or float64 where a parameter was float64 at init; `grad_threshold` in
+        `metrics`), and an int32 count. During the warm-up the threshold of a leaf is
+        its share of `max_norm`, infinite where that does not bind.
 
     Raises:
         TypeError, ValueError: for a wrong argument, when the transform is built; for a
@@ -521,8 +525,8 @@ def clip_by_leaf_norm_ema(
         - Published values come out (tests: test_history.py::test_golden).
         - The recursion is the published one (tests:
           test_history.py::test_leaf_ema_oracle).
-        - A leaf that starts at zero comes back with a floor, and does not without (tests:
-          test_history.py::test_a_leaf_that_starts_at_zero).
+        - A leaf that starts at zero comes back with a floor, and does not without
+          (tests: test_history.py::test_a_leaf_that_starts_at_zero).
         - A slice has a history as a leaf would have (tests:
           test_history.py::test_stacked_axis, ::test_slices_of_a_split_leaf).
         - A non-finite norm changes nothing that comes after it (tests:
@@ -546,7 +550,7 @@ def clip_by_leaf_norm_ema(
     Example:
         >>> import jax.numpy as jnp
         >>> import optax_unitnorm as oun
-        >>> tx = oun.clip_by_leaf_norm_ema(ratio=1.5, warmup=2, max_norm=10.0, floor=1e-3)
+        >>> tx = oun.clip_by_leaf_norm_ema(1.5, warmup=2, max_norm=10.0, floor=1e-3)
         >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([1.0])}
         >>> state = tx.init(grads)
         >>> for scale in [1, 1, 100]:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from optax_unitnorm._types import Tree
 
@@ -30,19 +31,19 @@ def counts(leaf: Any) -> bool:
 class Counted(NamedTuple):
     """A flattened tree and the leaves of it that count.
 
-    leaves: every leaf as given. index: positions of those that count.
+    leaves: every leaf as given. at: positions of those that count.
     arrays: those, as jax arrays. paths: of those, for error messages.
     """
 
     treedef: Any
     leaves: list[Any]
-    index: list[int]
+    at: list[int]
     arrays: list[jax.Array]
 
     def rebuild(self, arrays: "list[jax.Array]") -> Tree:
         """The tree again, with these in place of the leaves that count."""
         leaves = list(self.leaves)
-        for i, array in zip(self.index, arrays, strict=True):
+        for i, array in zip(self.at, arrays, strict=True):
             leaves[i] = array
         return self.treedef.unflatten(leaves)
 
@@ -50,7 +51,7 @@ class Counted(NamedTuple):
         """The same tree, with fewer leaves that count."""
         kept = [j for j, flag in enumerate(flags) if flag]
         return self._replace(
-            index=[self.index[j] for j in kept],
+            at=[self.at[j] for j in kept],
             arrays=[self.arrays[j] for j in kept],
         )
 
@@ -69,8 +70,8 @@ def count(tree: Tree, mask: Tree) -> Counted:
     return Counted(treedef, leaves, index, [as_array(leaves[i]) for i in index])
 
 
-def as_array(leaf: Any) -> jax.Array:
-    # ShapeDtypeStructs pass: init under eval_shape looks at dtypes only.
+def as_array(leaf: Any) -> Any:
+    """A leaf as a jax array; a ShapeDtypeStruct stays, for init looks at no value."""
     return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf)
 
 
@@ -84,6 +85,11 @@ def path_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def is_traced(value: Any) -> bool:
+    """Whether a value is not known yet, because a function is being traced."""
+    return isinstance(value, Tracer)
+
+
 def is_function(value: object) -> bool:
     """A callable that is not itself a tree (an equinox module is both)."""
     return callable(value) and jax.tree_util.all_leaves([value])
@@ -93,7 +99,7 @@ def check_mask(mask: Tree) -> Tree:
     """Refuses a mask that is wrong whatever the gradients are."""
     if mask is not None and not is_function(mask):
         for leaf in jax.tree.leaves(mask):
-            if isinstance(leaf, jax.core.Tracer) or not _boolish(leaf):
+            if is_traced(leaf) or not _boolish(leaf):
                 raise TypeError(_mask_rule(leaf))
     return mask
 
@@ -113,7 +119,7 @@ def _mask_rule(leaf: Any, where: str = "") -> str:
 
 
 def _as_bool(word: Any, tree: Tree, i: int) -> bool:
-    if isinstance(word, jax.core.Tracer) or not _boolish(word):
+    if is_traced(word) or not _boolish(word):
         raise TypeError(_mask_rule(word, f" at {paths(tree)[i]!r}"))
     return bool(word)
 

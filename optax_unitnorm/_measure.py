@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from optax_unitnorm import _devices, _fold, _leaves
-from optax_unitnorm._devices import Layout, check_statement
+from optax_unitnorm._devices import Layout
 from optax_unitnorm._types import Norms, Scope, Share, Tree
 
 
@@ -82,7 +82,7 @@ def subject(
     layouts = _devices.layouts(sharded_over, tree, leaves, beside)
     shares = scope(tree, leaves, shapes_of(leaves, layouts))
     shared = [share.block is not None for share in shares]
-    for i, layout, share in zip(leaves.index, layouts, shares, strict=True):
+    for i, layout, share in zip(leaves.at, layouts, shares, strict=True):
         if share.kept and layout.dims is None:
             _devices.need_dims(layout, _leaves.paths(tree)[i])
     return Subject(
@@ -96,8 +96,8 @@ def subject(
 def reference_of(what: Subject, params: Tree, sharded_over: Any) -> Subject:
     """The parameters beside a subject's leaves, as blocks of their own."""
     beside = _leaves.align("params", params, what.tree)
-    arrays = [_leaves.as_array(beside[i]) for i in what.leaves.index]
-    for i, x, param in zip(what.leaves.index, what.leaves.arrays, arrays, strict=True):
+    arrays = [_leaves.as_array(beside[i]) for i in what.leaves.at]
+    for i, x, param in zip(what.leaves.at, what.leaves.arrays, arrays, strict=True):
         if x.shape != param.shape:
             raise ValueError(
                 "`params` must have the shapes of the gradients; got "
@@ -114,7 +114,7 @@ def _beside(tree: Tree, leaves: _leaves.Counted, params: Tree) -> "list[Any] | N
         beside = _leaves.align("params", params, tree)
     except ValueError:
         return None  # other trees than ours may be passed as params
-    return [beside[i] for i in leaves.index]
+    return [beside[i] for i in leaves.at]
 
 
 def plan(what: Subject, order: float, reference: "Subject | None" = None) -> Plan:
@@ -128,14 +128,13 @@ def plan(what: Subject, order: float, reference: "Subject | None" = None) -> Pla
         shapes = shapes_of(part.leaves, part.layouts)
         for share, shape in zip(part.shares, shapes, strict=True):
             if share.block not in known:
-                kept = tuple(
-                    n if d in share.kept else 1 for d, n in enumerate(shape)
-                )
+                kept = tuple(n if d in share.kept else 1 for d, n in enumerate(shape))
                 known[share.block] = _Block(size, kept if share.kept else ())
                 size = known[share.block].stop()
             blocks.append(known[share.block])
         own = own or size
     parts = [part for part in (what, reference) if part is not None]
+    dtypes = [x.dtype for part in parts for x in part.leaves.arrays]
     layouts = [layout for part in parts for layout in part.layouts]
     return Plan(
         order=order,
@@ -145,7 +144,7 @@ def plan(what: Subject, order: float, reference: "Subject | None" = None) -> Pla
         size=size,
         own=own,
         watch=_devices.can_repeat(layouts),
-        dtype=_fold.accumulator([x.dtype for part in parts for x in part.leaves.arrays]),
+        dtype=_fold.accumulator(dtypes),
     )
 
 

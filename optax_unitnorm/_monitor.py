@@ -142,7 +142,7 @@ def _plain(value: Any) -> jax.Array:
 
 
 def _warn_of_mistakes(state: NormState) -> None:
-    if isinstance(state.grad_norm, jax.core.Tracer):
+    if _leaves.is_traced(state.grad_norm):
         return
     norms = _devices.copies(state.grad_norm)
     if any(not np.array_equal(norms[0], n, equal_nan=True) for n in norms[1:]):
@@ -278,7 +278,7 @@ def describe(tree: Tree) -> Description:
     """
     what = _measure.subject(tree, _scopes.each_leaf(), sharded_over=None)
     arrays = what.leaves.arrays
-    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+    if any(_leaves.is_traced(x) for x in arrays):
         raise ValueError(
             "`tree` must hold values, outside of jit, to be described; got a traced "
             "array (leaf_norms works under jit)."
@@ -289,6 +289,7 @@ def describe(tree: Tree) -> Description:
     squares = np.where(finite, norms / top, 0) ** 2
     whole = np.sum(squares) or 1.0
     paths = _leaves.paths(tree)
+    columns = (what.leaves.at, arrays, norms, squares, finite, _stats(arrays))
     rows = [
         LeafRow(
             path=paths[i],
@@ -300,11 +301,13 @@ def describe(tree: Tree) -> Description:
             nan=int(nan),
             inf=int(inf),
         )
-        for i, x, norm, square, ok, (largest, nan, inf) in zip(
-            what.leaves.index, arrays, norms, squares, finite, _stats(arrays), strict=True
-        )
+        for i, x, norm, square, ok, (largest, nan, inf) in zip(*columns, strict=True)
     ]
-    return Description(sorted(rows, key=lambda r: -r.share if r.share == r.share else -2))
+    return Description(sorted(rows, key=_by_share))
+
+
+def _by_share(row: LeafRow) -> float:
+    return -2.0 if np.isnan(row.share) else -row.share
 
 
 @jax.jit

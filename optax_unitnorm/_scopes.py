@@ -21,16 +21,16 @@ def whole_tree() -> Scope:
 def each_leaf(stacked_axis: Tree = None) -> Scope:
     """A block a leaf, or one for each slice of it along a stacked axis."""
     for axis in _entries(stacked_axis):
-        if isinstance(axis, bool) or not isinstance(axis, (int, np.integer, type(None))):
+        whole = isinstance(axis, (int, np.integer)) and not isinstance(axis, bool)
+        if axis is not None and not whole:
             raise TypeError(
-                "`stacked_axis` must be None, an int or a tree of them; "
-                f"got {axis!r}."
+                f"`stacked_axis` must be None, an int or a tree of them; got {axis!r}."
             )
 
     def scope(tree: Tree, leaves: Any, shapes: "list[tuple[int, ...]]") -> list[Share]:
         said = _leaves.spread("stacked_axis", stacked_axis, tree)
         shares: list[Share] = []
-        for j, (i, shape) in enumerate(zip(leaves.index, shapes, strict=True)):
+        for j, (i, shape) in enumerate(zip(leaves.at, shapes, strict=True)):
             axis = said[i]
             kept = () if axis is None else _axes("stacked_axis", axis, shape, tree, i)
             shares.append(Share(j, kept))
@@ -52,7 +52,7 @@ def each_group(groups: Tree) -> Scope:
                 raise TypeError(
                     f"`groups` must hold hashable labels; got {label!r} at {where!r}."
                 ) from None
-        return [Share(labels[i]) for i in leaves.index]
+        return [Share(labels[i]) for i in leaves.at]
 
     return scope
 
@@ -68,7 +68,7 @@ def each_unit(axis: Tree = None) -> Scope:
     def scope(tree: Tree, leaves: Any, shapes: "list[tuple[int, ...]]") -> list[Share]:
         said = _leaves.spread("axis", axis, tree, _is_axes)
         shares: list[Share] = []
-        for j, (i, shape) in enumerate(zip(leaves.index, shapes, strict=True)):
+        for j, (i, shape) in enumerate(zip(leaves.at, shapes, strict=True)):
             if said[i] is None:
                 over = _unit_axes(shape, tree, i)
             else:

@@ -42,14 +42,15 @@ def skip_spikes(
     """Takes no step at all where the norm of the gradients is a spike.
 
     A step is skipped where the norm of the whole tree is not finite, is at least
-    `skip_norm` or, with `sigmas`, exceeds mean + sigmas * (sample standard deviation) of
-    the last norms. Its update is zero, and the state of `inner`, which may be a whole
-    optimizer, stays exactly as it was. If the step passes its loss, as optax's
+    `skip_norm` or, with `sigmas`, exceeds mean + sigmas * (sample standard deviation)
+    of the last norms. Its update is zero, and the state of `inner`, which may be a
+    whole optimizer, stays exactly as it was. If the step passes its loss, as optax's
     linesearches take it (`tx.update(grads, state, params, value=loss)`), a loss that is
     not finite or exceeds its own last ones in the same way skips too; `skip_norm` is
     for norms alone.
-    Experimental: this may change in any release.
-    Options and common promises: `help(optax_unitnorm)`.
+
+    Experimental: this may change in any release. Options and common promises:
+    `help(optax_unitnorm)`.
 
     Args:
         inner: the gradient transformation around which to skip.
@@ -77,22 +78,22 @@ def skip_spikes(
     Returns:
         A gradient transformation. Its state holds a `NormState` (a scale of 0 is a
         skipped step; `clipped` counts those with a finite norm), int32 counts of the
-        steps skipped in all and in a row, the norm above which this step would have been
-        skipped (`grad_threshold` in `metrics`), the windows, and the state of `inner`.
-        Leaves that do not count pass as they are.
+        steps skipped in all and in a row, the norm above which this step would have
+        been skipped (`grad_threshold` in `metrics`), the windows, and the state of
+        `inner`. Leaves that do not count pass as they are.
 
     Raises:
         TypeError, ValueError: for a wrong argument, when the transform is built; for a
             static one that is traced, with the way out.
-        ValueError: at update, if `mask` or `sharded_over` does not fit the gradients; if
-            the state is not this transform's; if `value` is no scalar; if `inner`
+        ValueError: at update, if `mask` or `sharded_over` does not fit the gradients;
+            if the state is not this transform's; if `value` is no scalar; if `inner`
             changes the structure of updates or state.
 
     Guarantees:
         - A skipped step has zeros for updates, and not a bit of the inner state moves
           (tests: test_history.py::test_skipped_step_leaves_everything).
-        - Norms and losses are held to mean + sigmas * deviation of the last ones (tests:
-          test_history.py::test_skip_oracle, ::test_golden, ::test_value).
+        - Norms and losses are held to mean + sigmas * deviation of the last ones
+          (tests: test_history.py::test_skip_oracle, ::test_golden, ::test_value).
         - Equal norms are no spikes (tests:
           test_history.py::test_equal_norms_are_no_spikes).
         - A non-finite norm changes nothing that comes after it (tests:
@@ -102,11 +103,12 @@ def skip_spikes(
           test_history.py::test_max_consecutive).
         - A regime change cannot lock training out with `max_consecutive` or "raw"
           (tests: test_history.py::test_regime_change_skip).
-        - All devices skip or none does; around a transform with a collective there is no
-          branch to wait in (tests: test_history.py::test_two_devices_that_would_disagree,
+        - All devices skip or none does; around a transform with a collective there is
+          no branch to wait in (tests:
+          test_history.py::test_two_devices_that_would_disagree,
           ::test_one_collective_and_none_in_a_branch,
-          ::test_a_nan_on_one_device_does_not_hang). A loss that differs between devices,
-          where types show it, costs one more collective (tests:
+          ::test_a_nan_on_one_device_does_not_hang). A loss that differs between
+          devices, where types show it, costs one more collective (tests:
           test_history.py::test_a_local_loss_costs_one_more_collective).
         - Around one without, it is a branch, with the memory of `optax.apply_if_finite`
           (tests: test_history.py::test_memory_of_a_wrapped_optimizer,
@@ -327,28 +329,32 @@ def _unless(
             whole[i] = leaf
         return treedef.unflatten(whole)
 
-    known = not isinstance(skip, jax.core.Tracer)
+    known = not _leaves.is_traced(skip)
     if known and not skip:
         new, after = accepted()
         return rebuilt(new), after
     program, shapes = jax.make_jaxpr(accepted, return_shape=True)()
-    zeros = [
-        jnp.zeros_like(leaves[i]).astype(shape.dtype)
-        for i, shape in zip(places, shapes[0], strict=True)
-    ]
-    if known:
-        return rebuilt(zeros), state
-    old, outcome = jax.tree.flatten((zeros, state))
-    if jax.tree.structure(shapes) != outcome:
+    if jax.tree.structure(shapes[1]) != jax.tree.structure(state):
         raise ValueError(
             "`inner` must keep the structure of its state; got "
             f"{jax.tree.structure(shapes[1])}."
         )
+
+    def skipped() -> list[Any]:
+        zeros = [
+            jnp.zeros_like(leaves[i]).astype(shape.dtype)
+            for i, shape in zip(places, shapes[0], strict=True)
+        ]
+        return [*zeros, *jax.tree.leaves(state)]
+
+    if known:
+        return rebuilt(skipped()[: len(places)]), state
     run = jaxpr_as_fun(program)
-    alike = map(_devices.same_type, old, program.out_avals)
-    if _devices.communicates(program.jaxpr) or not all(alike):
-        chosen = [jnp.where(skip, a, b) for a, b in zip(old, run(), strict=True)]
+    alike = all(map(_devices.same_type, skipped(), program.out_avals))
+    if alike and not _devices.communicates(program.jaxpr):
+        # The zeros are made in the branch: outside it they would take memory.
+        chosen = lax.cond(skip, skipped, run)
     else:
-        chosen = lax.cond(skip, lambda: old, run)
-    new, after = outcome.unflatten(chosen)
+        chosen = [jnp.where(skip, a, b) for a, b in zip(skipped(), run(), strict=True)]
+    new, after = jax.tree.structure(shapes).unflatten(chosen)
     return rebuilt(new), after

@@ -193,7 +193,10 @@ def transform(
         reference = None
         if against_params:
             if params is None:
-                raise ValueError(optax.NO_PARAMS_MSG)
+                raise ValueError(
+                    "`params` must be given to the update of a transform that clips "
+                    "by their norm; got None."
+                )
             reference = _measure.reference_of(what, params, stated)
         measured, plan = _measure.measure(what, order, reference)
         norms = measured.norms
@@ -210,6 +213,7 @@ def transform(
             seen = _devices.largest(_summary(norms, outcome))
             return updates, count_step(record, seen, measured.repeated)
 
+        assert record is not None  # a rule with memory takes no foreign state
         # The history is the same on all devices, even where their norms are not.
         common = _common(norms, record.grad_norm.dtype)
         now = [t.astype(common.total.dtype) for t in now]
@@ -222,7 +226,8 @@ def transform(
         )
         seen = _summary(common, _amend(common, rule(common, threshold), nonfinite))
         memory = _keep_if(jnp.isfinite(common.total), memory, state.memory)
-        new = HistoryState(count_step(record, seen, measured.repeated), threshold, memory)
+        record = count_step(record, seen, measured.repeated)
+        new = HistoryState(record, threshold, memory)
         return what.leaves.rebuild(arrays), new
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -324,7 +329,7 @@ def count_step(record: NormState, seen: jax.Array, repeated: jax.Array) -> NormS
     return NormState(
         grad_norm=norm.astype(dtype),
         grad_scale=(-minus_scale).astype(dtype),
-        steps=optax.safe_increment(record.steps),
+        steps=jnp.asarray(optax.safe_increment(record.steps)),
         clipped=record.clipped + (bound > 0).astype(jnp.int32),
         nonfinite=record.nonfinite + (bad > 0).astype(jnp.int32),
         repeated=record.repeated + repeated.astype(jnp.int32),

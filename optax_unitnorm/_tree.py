@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_unitnorm import _checks, _leaves, _measure, _rules, _scopes
+from optax_unitnorm import _checks, _devices, _leaves, _measure, _rules, _scopes
 from optax_unitnorm._transform import scale_tree
 from optax_unitnorm._types import Nonfinite, Norms, Tree
 
@@ -15,7 +15,7 @@ def _subject(tree: Tree, scope: Any, mask: Tree, sharded_over: Any) -> Any:
         tree,
         scope,
         mask=_leaves.check_mask(mask),
-        sharded_over=_measure.check_statement(sharded_over),
+        sharded_over=_devices.check_statement(sharded_over),
     )
 
 
@@ -122,7 +122,7 @@ def leaf_norms(
     what = _subject(tree, _scopes.each_leaf(), mask, sharded_over)
     norms = _measure.measure(what, _checks.order(ord))[0].norms
     paths = _leaves.paths(tree)
-    return {paths[i]: norms.block[j] for j, i in enumerate(what.leaves.index)}
+    return {paths[i]: norms.block[j] for j, i in enumerate(what.leaves.at)}
 
 
 def normalize_grad_norm(
@@ -287,7 +287,7 @@ def _known(norm: jax.Array, plan: _measure.Plan) -> Norms:
 
 
 def _refuse_nonfinite(what: _measure.Subject, norm: jax.Array) -> None:
-    if isinstance(norm, jax.core.Tracer):
+    if _leaves.is_traced(norm):
         raise ValueError(
             "`error_if_nonfinite` must be False under jit, where no error can be "
             'raised from a value; got True (use nonfinite="zero", or look at the '
@@ -296,7 +296,7 @@ def _refuse_nonfinite(what: _measure.Subject, norm: jax.Array) -> None:
     if bool(jnp.isfinite(norm)):
         return
     paths = _leaves.paths(what.tree)
-    rows = zip(what.leaves.index, what.leaves.arrays, strict=True)
+    rows = zip(what.leaves.at, what.leaves.arrays, strict=True)
     bad = [repr(paths[i]) for i, x in rows if not bool(jnp.all(jnp.isfinite(x)))]
     raise FloatingPointError(
         f"the norm of the gradients must be finite; got {norm} (non-finite leaves: "
