@@ -51,18 +51,30 @@ def alone(name: str) -> tuple[Any, Any]:
     return d.train_single(OPTIMIZERS[name]())
 
 
-CLIP = next(iter(OPTIMIZERS))
+CLIP, UNIT, _, BY_UNIT = OPTIMIZERS
+DEFAULT = [
+    ("data parallel", UNIT),
+    ("fsdp", CLIP),
+    ("tensor parallel", UNIT),
+    ("mixed", CLIP),
+    ("mixed", BY_UNIT),
+]
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [(kind, CLIP) for kind in d.LAYOUTS]
-    + [("mixed", name) for name in OPTIMIZERS if name != CLIP],
+    [
+        pytest.param(
+            kind, name, marks=() if (kind, name) in DEFAULT else pytest.mark.slow
+        )
+        for kind in d.LAYOUTS
+        for name in OPTIMIZERS
+    ],
 )
 def test_training_equals_one_device(kind: str, name: str) -> None:
     layout = d.LAYOUTS[kind]
-    by_unit = name == "units of parameters, sgd"
-    tx = OPTIMIZERS[name](**({"sharded_over": dict(layout.specs)} if by_unit else {}))
+    said = {"sharded_over": dict(layout.specs)} if name == BY_UNIT else {}
+    tx = OPTIMIZERS[name](**said)
     params = d.init_model()
     specs = (dict(layout.specs), d.state_specs(tx, params, layout.specs))
     step = d.smap(
@@ -127,28 +139,67 @@ def test_history_is_the_same_as_on_one_device(row: t.Row) -> None:
 
 
 # ------------------------------------------------------ units and slices of leaves
-UNIT_AXES = [None, 0, -1, {"both": 1, "cols": (0, 1), "flat": 0, "half": 0, "rows": 0}]
+UNIT_AXES = {
+    "by rank": None,
+    "first": 0,
+    "last": -1,
+    "each its own": {
+        "both": 1,
+        "cols": (0, 1),
+        "flat": 0,
+        "half": (),
+        "rows": 0,
+        "whole": 0,
+    },
+}
 
 
-@pytest.mark.parametrize("axis", UNIT_AXES, ids=str)
-@pytest.mark.parametrize("ord", [2, math.inf, 3])
+def units(axis: Any) -> Any:
+    """Blocks of what is left of each leaf when `axis` is summed over."""
+
+    def blocks(leaves: Any) -> Any:
+        if axis is None:
+            return h.param_units(leaves)
+        found = []
+        for i, (k, x) in enumerate(zip(d.GRADS, leaves, strict=True)):
+            over = axis[k] if isinstance(axis, dict) else axis
+            over = over if isinstance(over, tuple) else (over,)
+            kept = [n for n in range(x.ndim) if n not in {a % x.ndim for a in over}]
+            found += [[(i, at)] for at in h.slices(x, kept)]
+        return found
+
+    return blocks
+
+
+@pytest.mark.parametrize(
+    ("axis", "ord"),
+    [
+        pytest.param(axis, ord, id=f"{name}-{ord}")
+        for name, axis in UNIT_AXES.items()
+        for ord in (2, math.inf, 3)
+        if ord == 2 or name == "each its own"
+    ],
+)
 def test_units_along_split_axes(axis: Any, ord: float) -> None:
-    axes = axis | {"whole": 0} if isinstance(axis, dict) else axis
-
-    def run(sharded_over: Any) -> Any:
-        tx = oun.clip_by_param_norm(0.2, axis=axes, ord=ord, sharded_over=sharded_over)
-        return lambda g, p: tx.update(g, tx.init(p), p)
-
-    program = d.smap(run(d.SPECS), d.mesh(), (d.SPECS, d.SPECS), (d.SPECS, P()))
-    updates, state = program(d.GRADS, d.PARAMS)
-    updates_alone, state_alone = jax.jit(run("auto"))(d.GRADS, d.PARAMS)
-    h.assert_close(updates, updates_alone)
-    d.assert_near(state, state_alone)
+    row = next(row for row in t.FOUND if row.name == "clip_by_param_norm")
+    step = d.update_of(row, ord, d.SPECS, axis=axis)
+    updates, state = d.smap(step, d.mesh(), (d.SPECS, d.SPECS), (d.SPECS, P()))(
+        d.GRADS, d.PARAMS
+    )
+    want, smallest = t.expected(
+        row, d.GRADS, t.binding(row), d.PARAMS, ord=ord, blocks=units(axis)
+    )
+    h.assert_close(updates, want)
+    h.assert_norm(state.grad_norm, h.tree_norm(d.GRADS, ord))
+    d.assert_near(state.grad_scale, np.float64(smallest))
     d.assert_same_everywhere(state)
 
 
-@pytest.mark.parametrize("axis", [0, -1, {"both": 1, "cols": 0, "half": None}], ids=str)
-@pytest.mark.parametrize("ord", [2, math.inf, 3])
+@pytest.mark.parametrize(
+    ("axis", "ord"),
+    [(0, 2), (-1, 3), ({"both": 1, "cols": 0, "half": None}, math.inf)],
+    ids=["first", "last", "each its own"],
+)
 def test_slices_of_split_leaves(axis: Any, ord: float) -> None:
     keep = ("both", "cols", "half")
     grads, specs = ({k: tree[k] for k in keep} for tree in (d.GRADS, d.SPECS))

@@ -77,8 +77,9 @@ def test_sharded_arrays(row: t.Row, ord: float, mode: str) -> None:
     d.assert_all_reduces(program.as_text(), collectives_of(row, ord, mode))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("ord", [2, math.inf])
+@pytest.mark.parametrize(
+    ("kind", "ord"), [(AxisType.Auto, 2), (AxisType.Explicit, math.inf)]
+)
 def test_slices_of_sharded_leaves(kind: AxisType, ord: float) -> None:
     keep = ("both", "cols", "half")
     axes = {k: 0 if k in keep else None for k in d.SPECS}
@@ -121,7 +122,13 @@ def put_batch(mesh: Mesh, batch: Any) -> Any:
     return jax.device_put(batch, NamedSharding(mesh, P("data")))
 
 
-@pytest.mark.parametrize("said", [True, False], ids=["specs said", "nothing said"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param(True, marks=pytest.mark.slow, id="specs said"),
+        pytest.param(False, id="nothing said"),
+    ],
+)
 def test_training_under_jit_equals_one_device(said: bool) -> None:
     """XLA splits an ordinary program; averaging is in the loss itself."""
     layout = d.LAYOUTS["mixed"]

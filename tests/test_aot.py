@@ -1,0 +1,98 @@
+"""The optimised programs of 4096 TPU v5p chips and of 8 H100s, which are not here.
+
+Needs libtpu, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12: `scripts/test-all aot`.
+"""
+
+import _compiled as c
+import pytest
+
+pytestmark = pytest.mark.aot
+
+TARGETS = ("tpu", "gpu")
+DTYPES = ("float32", "bfloat16")
+ONE = ("shard_map", "explicit", "auto, specs")
+OURS = ("clip, adam", "unit norm, adam")
+SMALL = 128  # of this side leaves compile faster; what is sent does not depend on it
+
+COUNTED = [
+    *(
+        c.Case(target, step, mode, 4, dtype)
+        for target in TARGETS
+        for step in OURS
+        for mode in ONE
+        for dtype in DTYPES
+    ),
+    *(
+        c.Case(target, "clip, adam", mode, 40, dtype)
+        for target in TARGETS
+        for mode in ONE
+        for dtype in DTYPES
+    ),
+    *(
+        c.Case(target, "clip, adam", mode, 300, dtype, SMALL)
+        for target in TARGETS
+        for mode, dtype in (("shard_map", "float32"), ("explicit", "bfloat16"))
+    ),
+]
+
+
+def names(case: c.Case) -> str:
+    return "-".join(map(str, case))
+
+
+@pytest.mark.parametrize("case", COUNTED, ids=names)
+def test_one_all_reduce(case: c.Case) -> None:
+    found = c.report(case)
+    assert (found.all_reduces, found.all_gathers) == (1, 0)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_automatic_axes_send_no_more_than_optax(target: str, dtype: str) -> None:
+    """One for each distinct way to split a leaf, which only XLA knows here."""
+    ours = c.report(c.Case(target, "clip, adam", "auto", 4, dtype))
+    theirs = c.report(c.Case(target, "optax clip, adam", "auto", 4, dtype))
+    assert ours.all_reduces == theirs.all_reduces == 3
+    assert ours.all_gathers == 0
+
+
+@pytest.mark.parametrize("leaves", [4, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", ["shard_map", "explicit", "auto"])
+def test_bytes_moved_on_the_gpu(mode: str, dtype: str, leaves: int) -> None:
+    """The gradients are read once more than adam alone reads them, and that is all."""
+    adam = c.report(c.Case("gpu", "adam", "shard_map", leaves, dtype))
+    ours = c.report(c.Case("gpu", "clip, adam", mode, leaves, dtype))
+    assert round(adam.moved, 2) == 7.00
+    assert round(ours.moved, 2) == 8.00
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "explicit"])
+def test_bytes_moved_on_the_tpu(mode: str) -> None:
+    """Leaves too large for on-chip memory, so that its use does not blur the count."""
+    side = 8192
+    adam = c.report(c.Case("tpu", "adam", "shard_map", 4, side=side))
+    theirs = c.report(c.Case("tpu", "optax clip, adam", "auto", 4, side=side))
+    ours = c.report(c.Case("tpu", "clip, adam", mode, 4, side=side))
+    assert round(adam.moved, 2) == 7.00
+    assert round(ours.moved, 2) == round(theirs.moved, 2) == 8.00
+    assert round(ours.accessed, 2) == round(theirs.accessed, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_leaves_that_fit_on_chip_are_read_no_more_often(dtype: str) -> None:
+    """At most once more than by adam alone."""
+    adam = c.report(c.Case("tpu", "adam", "shard_map", 40, dtype))
+    ours = c.report(c.Case("tpu", "clip, adam", "shard_map", 40, dtype))
+    assert ours.moved <= adam.moved + 1.005
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_temporaries_do_not_grow_with_the_leaves(target: str) -> None:
+    """Four times the elements, and the partial sums of a reduction as before."""
+    small, large = (
+        c.report(c.Case(target, "clip, adam", "shard_map", 4, side=side))
+        for side in (4096, 8192)
+    )
+    assert large.temporary <= 2 * small.temporary + 2**16
+    assert large.temporary <= 2**20
