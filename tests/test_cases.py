@@ -350,6 +350,8 @@ def test_types_stay_in_a_scan() -> None:
 
 @pytest.mark.parametrize("make", CLIPS[:2])
 def test_threshold_that_changes_does_not_recompile(make: Any) -> None:
+    chex.clear_trace_counter()
+
     @jax.jit
     @chex.assert_max_traces(n=1)
     def step(max_norm: jax.Array, grads: jax.Array) -> jax.Array:

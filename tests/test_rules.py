@@ -107,9 +107,8 @@ def test_golden_columns_and_rows(axis: int) -> None:
 NUMBERS = st.floats(h.TINY32, 3e38, width=32)
 
 
-@hypothesis.given(norm=NUMBERS, limit=NUMBERS)
-def test_one_number(norm: float, limit: float) -> None:
-    """With a single element each formula can be read off, at any magnitudes."""
+def check_one_number(norm: float, limit: float) -> None:
+    """With a single element each formula can be read off."""
     soft = float(np.float64(norm) * limit / (np.float64(norm) + limit))
     for update, want in (
         (_clip, min(norm, limit)),
@@ -120,6 +119,21 @@ def test_one_number(norm: float, limit: float) -> None:
     ):
         got = update(jnp.float32(limit), jnp.array([norm], jnp.float32))
         h.assert_close(got, np.array([want]))
+
+
+@hypothesis.given(norm=NUMBERS, limit=NUMBERS)
+def test_one_number(norm: float, limit: float) -> None:
+    check_one_number(norm, limit)
+
+
+EDGES = (h.TINY32, 3e-37, 1e-30, 1.0, 1e30, 1e38, 3e38)
+
+
+@pytest.mark.parametrize("norm", EDGES)
+@pytest.mark.parametrize("limit", EDGES)
+def test_the_ends_of_float32(norm: float, limit: float) -> None:
+    """A scale may be far beyond float32 while what it makes is not."""
+    check_one_number(float(np.float32(norm)), float(limit))
 
 
 def _jitted(make: Make) -> Callable[..., Any]:

@@ -101,15 +101,13 @@ GROUPED = {
         {"wild": "w", "rest": {"a": "r", "b": "r"}},
         {"wild": "w", "rest": "r"},
         {"wild": 0, "rest": 1},
-        {"wild": ("w", 1), "rest": frozenset({2})},
+        {"wild": frozenset({1}), "rest": frozenset({2})},
         lambda grads: {"wild": "w", "rest": "r"},
     ],
     ids=["tree", "prefix", "numbers", "hashables", "callable"],
 )
 def test_groups(groups: Any) -> None:
     """One wild tensor does not starve the others."""
-    if isinstance(groups, dict) and groups["wild"] == ("w", 1):
-        groups = {"wild": frozenset({1}), "rest": frozenset({2})}
     tx = oun.clip_by_group_norm(1.0, groups)
     updates, state = jax.jit(tx.update)(GROUPED, tx.init(GROUPED))
     h.assert_same_bits(updates["rest"], GROUPED["rest"])
@@ -230,7 +228,7 @@ def test_axis_tree_of_param_norm() -> None:
         h.assert_close(updates[name], h.wide(alone))
 
 
-@pytest.mark.parametrize("axis", [2, -3, (0, 2), (0, 0), {"w": 5, "b": 0}])
+@pytest.mark.parametrize("axis", [2, -3, (0, 2), {"w": 5, "b": 0}])
 def test_axis_that_is_not_there(axis: Any) -> None:
     grads = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
     tx = oun.clip_by_param_norm(0.1, axis=axis)
