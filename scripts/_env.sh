@@ -63,7 +63,7 @@ limit() {
   local seconds=$1
   shift
   if command -v timeout >/dev/null; then
-    timeout -k 10 "$seconds" "$@"
+    timeout -s INT -k 30 "$seconds" "$@" # on INT pytest still says what failed
   else
     "$@"
   fi
