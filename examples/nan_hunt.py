@@ -22,7 +22,7 @@ def loss_fn(params, x, y):
 
 @jax.jit
 def train_step(params, opt_state, x, y):
-    loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+    grads = jax.grad(loss_fn)(params, x, y)
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, oun.metrics(opt_state)
 

@@ -45,7 +45,7 @@ def main():
     params, x, y = start()
     opt_state = tx.init(params)
     for _ in range(100):
-        params, opt_state, loss, norms, mean = train_step(params, opt_state, x, y)
+        params, opt_state, _, norms, mean = train_step(params, opt_state, x, y)
     print(f"norms of single examples: median {float(jnp.median(norms)):.2f}, ", end="")
     print(f"largest {float(norms.max()):.0f}; of the clipped mean ", end="")
     print(f"{float(oun.global_norm(mean)):.2f}")

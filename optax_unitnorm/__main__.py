@@ -6,7 +6,6 @@ where there are several devices, and the time of a step beside optax. The exit c
 is 0 if every check holds and 1 otherwise; times are printed, never judged.
 """
 
-import functools
 import importlib.metadata
 import math
 import platform
@@ -14,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +37,9 @@ NORM_EPS = 4.0
 ELEMENT_EPS = 6.0  # beside half a unit in the last place of the leaf's own dtype
 
 
+Step: TypeAlias = Callable[[Any, Any], Any]
+
+
 class Line(NamedTuple):
     """The outcome of one check; None is neither sound nor unsound."""
 
@@ -54,19 +56,26 @@ def _draw(dtype: str, power: int = 0) -> dict[str, jax.Array]:
     """Gradients whose magnitudes lie between one and sixteen, times 2**power."""
     rng = np.random.default_rng(0)
 
-    def real(shape: tuple[int, ...]) -> np.ndarray:
+    def real(shape: tuple[int, ...]) -> Any:
         size = rng.uniform(1, 2, shape) * 2.0 ** rng.integers(0, 4, shape)
         return rng.choice([-1.0, 1.0], shape) * size * 2.0**power
 
     def leaf(shape: tuple[int, ...]) -> jax.Array:
-        x = (
-            real(shape) + 1j * real(shape)
-            if dtype.startswith("complex")
-            else real(shape)
-        )
-        return jnp.asarray(np.asarray(x, jnp.dtype(dtype)))
+        x = real(shape)
+        if dtype.startswith("complex"):
+            x = x + 1j * real(shape)
+        return jnp.asarray(np.asarray(x).astype(jnp.dtype(dtype)))
 
     return {name: leaf(shape) for name, shape in SHAPES.items()}
+
+
+def _refuse_unavailable(dtype: str) -> None:
+    """Raises if the hardware cannot even add two numbers of this dtype."""
+    try:
+        one = jnp.asarray(np.ones(2, jnp.dtype(dtype)))
+        (one + one).block_until_ready()
+    except Exception as error:
+        raise Unavailable(_first_line(error)) from error
 
 
 def _exact(x: Any) -> np.ndarray:
@@ -86,40 +95,45 @@ def _off(got: Any, want: Any) -> float:
     return float(np.max(np.abs(got - want) / np.abs(want)))
 
 
-def _agreement(dtype: str, power: int = 0) -> tuple[str, bool]:
+def _clip_step() -> Step:
+    """A compiled step whose threshold is an argument; one for all magnitudes."""
+
+    def step(grads: Any, max_norm: Any) -> Any:
+        tx = oun.clip_by_global_norm(max_norm)
+        return tx.update(grads, tx.init(grads))
+
+    return jax.jit(step)
+
+
+def _agreement(step: Step, dtype: str, power: int = 0) -> tuple[str, bool]:
     """One clipped step against the same in float64."""
-    try:
-        grads = _draw(dtype, power)
-        sizes = [float(jnp.max(jnp.abs(x.astype(jnp.float32)))) for x in grads.values()]
-        del sizes
-    except Exception as error:
-        raise Unavailable(_first_line(error)) from error
+    _refuse_unavailable(dtype)
+    grads = _draw(dtype, power)
     want = _norm(grads)
-    tx = oun.clip_by_global_norm(SHARE * want)
-    updates, state = jax.jit(tx.update)(grads, tx.init(grads))
+    max_norm = float(np.float32(SHARE * want))
+    updates, state = step(grads, max_norm)
     eps = EPS64 if dtype in WIDE else EPS
     norm_off = _off(state.grad_norm, want) / eps
-    off = max(_off(updates[k], SHARE * _exact(grads[k])) for k in grads) / eps
+    off = max(_off(updates[k], max_norm / want * _exact(grads[k])) for k in grads) / eps
     allowed = ELEMENT_EPS + float(jnp.finfo(dtype).eps) / 2 / eps
     said = f"norm {norm_off:.1f} eps (of {NORM_EPS:g}), "
-    said += f"elements {off:.4g} eps (of {allowed:g})"
+    said += f"elements {off:.4g} eps (of {allowed:.4g})"
     same = all(updates[k].dtype == grads[k].dtype for k in grads)
     return said, same and norm_off <= NORM_EPS and off <= allowed
 
 
-def _in_x64(dtype: str) -> tuple[str, bool]:
+def _in_x64(step: Step, dtype: str) -> tuple[str, bool]:
     with jax.enable_x64(True):
-        return _agreement(dtype)
+        return _agreement(step, dtype)
 
 
 def _same_bits(got: Any, want: Any) -> bool:
     return np.asarray(got).tobytes() == np.asarray(want).tobytes()
 
 
-def _not_binding() -> tuple[str, bool]:
-    grads = {**_draw("float32"), "tiny": jnp.full((3,), 1e-40, jnp.float32)}
-    tx = oun.clip_by_global_norm(1e6)
-    updates, _ = jax.jit(tx.update)(grads, tx.init(grads))
+def _not_binding(step: Step) -> tuple[str, bool]:
+    grads = {**_draw("float32"), "b": jnp.full(SHAPES["b"], 1e-40, jnp.float32)}
+    updates, _ = step(grads, 1e6)
     ok = all(_same_bits(updates[k], grads[k]) for k in grads)
     return "the same bits, subnormals included" if ok else "changes bits", ok
 
@@ -132,26 +146,21 @@ def _zero() -> tuple[str, bool]:
     return "zero" if ok else "not zero", ok
 
 
-def _nonfinite() -> tuple[str, bool]:
+def _nonfinite(step: Step) -> tuple[str, bool]:
     grads = {**_draw("float32"), "s": jnp.asarray(jnp.inf)}
-    kept, dropped = (
-        jax.jit(tx.update)(grads, tx.init(grads))[0].values()
-        for tx in (
-            oun.clip_by_global_norm(1.0),
-            oun.clip_by_global_norm(1.0, nonfinite="zero"),
-        )
-    )
-    ok = all(np.all(np.isnan(x)) for x in kept)
-    ok = ok and all(not np.any(x) for x in dropped)
+    zero = oun.clip_by_global_norm(1.0, nonfinite="zero")
+    dropped, _ = jax.jit(zero.update)(grads, zero.init(grads))
+    ok = all(np.all(np.isnan(x)) for x in step(grads, 1.0)[0].values())
+    ok = ok and all(not np.any(x) for x in dropped.values())
     return "all NaN, or all zero as asked" if ok else "a mixture", ok
 
 
-def _sharded(kind: str, devices: list[Any]) -> tuple[str, bool]:
+def _sharded(step: Step, kind: str, devices: list[Any]) -> tuple[str, bool]:
     """Leaves cut over all devices against the same leaves on one."""
     grads = _draw("float32")
     max_norm = SHARE * _norm(grads)
+    want, alone = step(grads, max_norm)
     tx = oun.clip_by_global_norm(max_norm)
-    want, alone = jax.jit(tx.update)(grads, tx.init(grads))
     pieces = len(devices)
     mesh = Mesh(np.asarray(devices), ("d",))
     if kind == "jit":
@@ -159,20 +168,21 @@ def _sharded(kind: str, devices: list[Any]) -> tuple[str, bool]:
             k: jax.device_put(x, NamedSharding(mesh, SPECS[k]))
             for k, x in grads.items()
         }
-        got, state = jax.jit(tx.update)(placed, tx.init(grads))
+        got, state = step(placed, max_norm)
     elif kind == "shard_map":
-        step = jax.shard_map(
+        mapped = jax.shard_map(
             tx.update, mesh=mesh, in_specs=(SPECS, P()), out_specs=(SPECS, P())
         )
-        got, state = jax.jit(step)(grads, tx.init(grads))
+        got, state = jax.jit(mapped)(grads, tx.init(grads))
     else:
         tx = oun.clip_by_global_norm(max_norm, sharded_over=SPECS)
         cut = {
             k: jnp.stack(jnp.split(x, pieces)) if k != "s" else jnp.stack([x] * pieces)
             for k, x in grads.items()
         }
-        step = jax.pmap(lambda g: tx.update(g, tx.init(g)), "d", devices=devices)
-        got, state = step(cut)
+        got, state = jax.pmap(
+            lambda g: tx.update(g, tx.init(g)), "d", devices=devices
+        )(cut)
         got = {k: x[0] if k == "s" else x.reshape(SHAPES[k]) for k, x in got.items()}
         state = jax.tree.map(lambda x: x[0], state)
     norm_off = _off(state.grad_norm, alone.grad_norm) / EPS
@@ -232,9 +242,9 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def _checked(name: str, check: Callable[[], tuple[str, bool]]) -> Line:
+def _checked(name: str, check: Callable[..., tuple[str, bool]], *args: Any) -> Line:
     try:
-        return Line(name, *check())
+        return Line(name, *check(*args))
     except Unavailable as error:
         return Line(name, f"not on this hardware ({error})", None)
     except Exception as error:  # a report with a hole in it is worth more than none
@@ -242,16 +252,16 @@ def _checked(name: str, check: Callable[[], tuple[str, bool]]) -> Line:
 
 
 def _checks() -> Iterator[Line]:
+    step = _clip_step()
     for dtype in NARROW:
-        yield _checked(dtype, functools.partial(_agreement, dtype))
+        yield _checked(dtype, _agreement, step, dtype)
     for dtype in WIDE:
-        yield _checked(dtype, functools.partial(_in_x64, dtype))
+        yield _checked(dtype, _in_x64, step, dtype)
     for dtype, power in EXTREMES:
-        name = f"{dtype} * 2**{power}"
-        yield _checked(name, functools.partial(_agreement, dtype, power))
-    yield _checked("clip does not bind", _not_binding)
+        yield _checked(f"{dtype} * 2**{power}", _agreement, step, dtype, power)
+    yield _checked("clip does not bind", _not_binding, step)
     yield _checked("zero gradients", _zero)
-    yield _checked("an infinite element", _nonfinite)
+    yield _checked("an infinite element", _nonfinite, step)
     # A power of two of them, so that every leaf can be cut evenly.
     devices = jax.local_devices()
     devices = devices[: 2 ** int(math.log2(min(len(devices), 64)))]
@@ -260,7 +270,7 @@ def _checks() -> Iterator[Line]:
         if len(devices) == 1:
             yield Line(f"{kind}, sharded", "not checked: one device", None)
         else:
-            yield _checked(name, functools.partial(_sharded, kind, devices))
+            yield _checked(name, _sharded, step, kind, devices)
 
 
 def _versions() -> Iterator[str]:

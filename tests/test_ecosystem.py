@@ -244,7 +244,6 @@ SAVE_AT = 5
 
 
 @pytest.mark.parametrize("name", CHAINS)
-@pytest.mark.filterwarnings("default:::orbax", "default:::etils", "default:::tensorstore")
 def test_orbax_continues_bit_for_bit(name: str, tmp_path: pathlib.Path) -> None:
     """Saved in the loop, restored into a new optimizer, it never knew of the stop."""
     tx = CHAINS[name]()

@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ def report() -> tuple[int, list[str]]:
     """Exit code and lines of a run on the eight devices of the tests."""
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("builtins.print", lambda *words, **_: said.append(" ".join(words)))
+        patch.setattr("builtins.print", lambda *say, **_: said.append(" ".join(say)))
         code = command.main()
     return code, said
 
@@ -69,7 +70,7 @@ def test_not_sound(
     break_it: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A wrong number, or an error, is said in its line and in the exit code."""
-    fake = type("fake", (), {**vars(oun), "clip_by_global_norm": staticmethod(break_it)})
+    fake = types.SimpleNamespace(**{**vars(oun), "clip_by_global_norm": break_it})
     monkeypatch.setattr(command, "oun", fake)
     monkeypatch.setattr(command, "NARROW", ("float32",))
     monkeypatch.setattr(command, "WIDE", ())
