@@ -1,6 +1,7 @@
 """Rules with memory: published values, float64 oracles, and what a bad step leaves."""
 
 import functools
+import inspect
 import json
 import math
 import pathlib
@@ -27,7 +28,7 @@ Make = Callable[..., optax.GradientTransformationExtraArgs]
 
 # One of each rule, warm after few steps.
 RULES: dict[str, Make] = {
-    "percentile": lambda **o: oun.clip_by_global_norm_percentile(70, window=5, **o),
+    "percentile": lambda **o: oun.clip_by_global_norm_percentile(50, window=5, **o),
     "zscore": lambda **o: oun.clip_by_global_norm_zscore(warmup=4, max_norm=40.0, **o),
     "leaf ema": lambda **o: oun.clip_by_leaf_norm_ema(
         warmup=4, max_norm=20.0, floor=0.01, **o
@@ -62,16 +63,34 @@ def sequence(norms: Sequence[float]) -> list[dict[str, np.ndarray]]:
 
 
 def run(
-    tx: optax.GradientTransformationExtraArgs, grads: Sequence[Any], jit: bool = False
+    tx: optax.GradientTransformationExtraArgs, grads: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
     """Updates and states, step by step; eager, since compiling costs many steps."""
-    state, update = tx.init(grads[0]), jax.jit(tx.update) if jit else tx.update
+    state = tx.init(grads[0])
     updates, states = [], []
     for g in grads:
-        u, state = update(g, state, g)
+        u, state = tx.update(g, state, g)
         updates.append(u)
         states.append(state)
     return updates, states
+
+
+@functools.cache
+def traced(name: str) -> tuple[Any, Any, list[Any], list[Any]]:
+    """A rule, its compiled update, and a run over `SPIKES`."""
+    tx = RULES[name]()
+    update = jax.jit(tx.update)
+    return tx, update, *run(tx._replace(update=update), sequence(SPIKES))
+
+
+def near(got: Any, want: Any, tol: float = d.TRAIN_TOL) -> None:
+    """Near each other, and infinite in the same places (not seen yet)."""
+
+    def finite(x: Any, y: Any) -> Any:
+        return np.where(np.isinf(x) & (np.asarray(x) == np.asarray(y)), 0, x)
+
+    got, want = jax.tree.map(finite, got, want), jax.tree.map(finite, want, got)
+    d.assert_near(got, want, tol)
 
 
 def thresholds(states: Sequence[Any]) -> np.ndarray:
@@ -223,8 +242,9 @@ def zscore_limits(
 
 
 @pytest.mark.parametrize("observe", ["clipped", "raw", "none"])
-@pytest.mark.parametrize("mode", ["adaptive", "mean"])
-@pytest.mark.parametrize("size", [1.0, 1e30, 1e-4])
+@pytest.mark.parametrize(
+    ("mode", "size"), [("adaptive", 1.0), ("adaptive", 1e30), ("mean", 1e-4)]
+)
 def test_zscore_oracle(mode: str, observe: str, size: float) -> None:
     """The published recursion; its variance would leave float32's range at 1e30."""
     norms = np.float64(np.float32(norms_of(8, 40) * size))
@@ -324,8 +344,9 @@ def memory_of(state: Any) -> Any:
 
 
 @each_rule
-@pytest.mark.parametrize("at", [0, 2, 6, 11])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("at", "bad"), [(0, math.nan), (2, -math.inf), (6, math.inf), (11, math.nan)]
+)
 def test_one_nan_changes_nothing_after_it(name: str, at: int, bad: float) -> None:
     """Before, in and after the warm-up: the run goes on as if it had not been."""
     clean = sequence(BASE)
@@ -381,7 +402,7 @@ def test_two_spikes(name: str) -> None:
     if name == "skip":
         assert (sizes[bad] == 0).all() and (sizes[usual] > 0).all()
         assert (int(states[-1].skipped), int(states[-1].skipped_in_a_row)) == (2, 0)
-    elif name == "percentile":  # one of five is a spike: 70 % lies below it
+    elif name == "percentile":  # at most two of five are spikes: the median is none
         assert (sizes[bad] <= 3.5).all() and (sizes[usual] >= 2.5).all()
     else:
         assert (sizes[bad] <= 4.5).all() and (sizes[usual] >= 1.5).all()
@@ -536,14 +557,16 @@ def test_a_leaf_that_starts_at_zero(initial: str) -> None:
     """Without a floor it is frozen for ever; with one it comes back."""
     sizes = {}
     for floor in (0.0, 1e-3):
-        tx = oun.clip_by_leaf_norm_ema(warmup=1, floor=floor, initial=initial)
-        updates, states = run(tx, lora(300))
+        tx = oun.clip_by_leaf_norm_ema(
+            decay=0.5, warmup=1, floor=floor, initial=initial
+        )
+        updates, states = run(tx, lora(30))
         sizes[floor] = [h.norm([u["A"]]) for u in updates]
         if floor == 0:
             h.assert_same_bits(states[-1].memory.gamma[0], jnp.float32(0))
-    assert sizes[0.0] == [0.0] * 300
+    assert sizes[0.0] == [0.0] * 30
     assert sizes[1e-3][1] == pytest.approx(1.05e-3)
-    assert sizes[1e-3][-1] > 1.1e-3
+    assert sizes[1e-3][-1] > 1.3e-3
 
 
 def test_stacked_axis() -> None:
@@ -556,7 +579,7 @@ def test_stacked_axis() -> None:
     two, states_apart = run(oun.clip_by_leaf_norm_ema(**options), apart)
     for u, v in zip(one, two, strict=True):
         h.assert_close(u["s"], np.stack([v["s0"], v["s1"]], axis=1), RUN_RTOL)
-    d.assert_near(states, states_apart)
+    near(states, states_apart)
 
 
 def test_state_of_other_leaves() -> None:
@@ -613,7 +636,7 @@ def test_max_consecutive() -> None:
 
 
 def test_value() -> None:
-    """A loss that is not finite or a spike skips; none is needed; skip_norm is not its."""
+    """A loss that is a spike or not finite skips; skip_norm is not for losses."""
     tx = oun.skip_spikes(optax.identity(), skip_norm=50.0, sigmas=3.0, window=4)
     update, state = jax.jit(tx.update), tx.init(split(1.0))
     seen = []
@@ -659,7 +682,7 @@ def test_extra_arguments_reach_the_inner_transform() -> None:
 
 
 def test_inner_that_changes_types() -> None:
-    """Updates of another dtype are zeros of that dtype; other structures are refused."""
+    """Updates of another dtype are zeros of it; other structures are refused."""
     wide = optax.stateless(
         lambda g, _: jax.tree.map(lambda x: x.astype(jnp.float32), g)
     )
@@ -697,7 +720,8 @@ def test_inner_is_traced_once() -> None:
         return updates, state
 
     counted = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
-    run(oun.skip_spikes(counted, skip_norm=5.0), sequence([1, 9, 1]), jit=True)
+    tx = oun.skip_spikes(counted, skip_norm=5.0)
+    run(tx._replace(update=jax.jit(tx.update)), sequence([1, 9, 1]))
     assert len(traces) == 1
 
 
@@ -713,7 +737,7 @@ def compiled_step(wrap: Callable[[Any], Any], donate: bool) -> Any:
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_memory_of_a_wrapped_optimizer(donate: bool) -> None:
-    """Around an optimizer without collectives: a branch, and apply_if_finite's memory."""
+    """Around an optimizer without collectives: apply_if_finite's memory."""
     ours = compiled_step(lambda tx: oun.skip_spikes(tx, sigmas=6.0), donate)
     theirs = compiled_step(lambda tx: optax.apply_if_finite(tx, 5), donate)
     size = [c.memory_analysis().temp_size_in_bytes for c in (ours, theirs)]
@@ -798,8 +822,8 @@ def test_two_devices_that_would_disagree(name: str, check_vma: bool) -> None:
     """Every device keeps the same history, and all take the step or none."""
     state, updates = on_mesh(name, check_vma)(stacked_grads())
     want_state, want = single(name)
-    d.assert_near(updates, want, 64 * h.EPS32)
-    d.assert_near(state, want_state, 64 * h.EPS32)
+    near(updates, want, 64 * h.EPS32)
+    near(state, want_state, 64 * h.EPS32)
     shared = state._replace(inner=None) if name == "skip" else state
     d.assert_same_everywhere(shared)
     assert not np.isnan(np.asarray(updates["b"])).any()
@@ -816,9 +840,9 @@ def test_pmap(name: str) -> None:
     tx = RULES[name](**({} if name == "skip" else {"nonfinite": "zero"}))
     run_all = jax.pmap(scanned(tx, sharded_over="i"), axis_name="i")
     state, updates = run_all(parts)
-    want_state, want = single(name)
+    _, want = single(name)
     got = np.moveaxis(np.asarray(updates["b"]), 0, 1).reshape(12, 16)
-    d.assert_near(got, want["b"], 64 * h.EPS32)
+    near(got, want["b"], 64 * h.EPS32)
     for x in jax.tree.leaves(state._replace(inner=None) if name == "skip" else state):
         for other in np.asarray(x):
             assert other.tobytes() == np.asarray(x)[0].tobytes()
@@ -826,9 +850,8 @@ def test_pmap(name: str) -> None:
 
 
 @each_rule
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_local_gradients(name: str, check_vma: bool) -> None:
-    """Not averaged, and said so: each device its own norm, one history where types know."""
+def test_local_gradients(name: str) -> None:
+    """Not averaged, and said so: each device its own norm, and one history."""
 
     def body(g: Any) -> Any:
         tx = RULES[name](sharded_over=None)
@@ -840,14 +863,11 @@ def test_local_gradients(name: str, check_vma: bool) -> None:
             states.append((state.norm, state.memory))
         return jax.tree.map(lambda x: x[None], updates), states[-1]
 
-    step = d.smap(
-        body, d.mesh((8,), ("i",)), (P("i"),), (P("i"), P()), check_vma=check_vma
-    )
+    step = d.smap(body, d.mesh((8,), ("i",)), (P("i"),), (P("i"), P()))
     grads = {"w": jnp.arange(1.0, 17.0).reshape(8, 2)}
     _, (norm, memory) = step(grads)
-    if check_vma:
-        d.assert_same_everywhere((norm, memory))
-        h.assert_norm(norm.grad_norm, 1.5 * h.norm([np.asarray(grads["w"])[-1]]))
+    d.assert_same_everywhere((norm, memory))
+    h.assert_norm(norm.grad_norm, 1.5 * h.norm([np.asarray(grads["w"])[-1]]))
 
 
 def programs(name: str) -> Iterator[tuple[str, Any, int]]:
@@ -923,7 +943,7 @@ def test_a_nan_on_one_device_does_not_hang() -> None:
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@each_rule
+@pytest.mark.parametrize("name", ["leaf ema", "skip"])
 def test_jit_over_a_mesh(name: str, kind: AxisType) -> None:
     """Sharded arrays under jit, with and without explicit axes."""
     options: dict[str, Any] = {} if name == "skip" else {"nonfinite": "zero"}
@@ -940,8 +960,8 @@ def test_jit_over_a_mesh(name: str, kind: AxisType) -> None:
             g = jax.jit(lambda g, i=i: jax.tree.map(lambda x: x[i], g))(grads)
             updates, state = update(g, state, g)
     want_state, want = single(name)
-    d.assert_near(updates, jax.tree.map(lambda x: x[-1], want), 64 * h.EPS32)
-    d.assert_near(state, want_state, 64 * h.EPS32)
+    near(updates, jax.tree.map(lambda x: x[-1], want), 64 * h.EPS32)
+    near(state, want_state, 64 * h.EPS32)
 
 
 def test_slices_of_a_split_leaf() -> None:
@@ -959,8 +979,8 @@ def test_slices_of_a_split_leaf() -> None:
     )(grads)
     want_state, want = jax.jit(scanned(tx))(grads)
     assert state.memory.gamma.shape == (16,)
-    d.assert_near(updates, want)
-    d.assert_near(state, want_state)
+    near(updates, want)
+    near(state, want_state)
     outside = tx.init({"s": grads["s"][0]})
     h.assert_same_types(outside, state)
 
@@ -972,21 +992,18 @@ def test_slices_of_a_split_leaf() -> None:
 def test_scan_equals_a_loop(name: str) -> None:
     """The same run, whether the loop is Python's or the compiler's, traced or not."""
     grads = sequence(SPIKES)
-    tx = RULES[name]()
+    tx, _, looped, states = traced(name)
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *grads)
     state, updates = jax.jit(scanned(tx))(stacked)
-    looped, states = run(tx, grads, jit=True)
     one_by_one = [jax.tree.map(lambda x, i=i: x[i], updates) for i in range(len(grads))]
-    d.assert_near(one_by_one, looped, 8 * h.EPS32)
-    d.assert_near(state, states[-1], 8 * h.EPS32)
+    near((one_by_one, state), (looped, states[-1]), 8 * h.EPS32)
     assert int(state.norm.steps) == len(grads)
     eager, states = run(tx, grads)
-    d.assert_near((eager, states[-1]), (looped, state), 8 * h.EPS32)
+    near((eager, states[-1]), (looped, state), 8 * h.EPS32)
 
 
 @each_rule
-@pytest.mark.parametrize("axis_name", [None, "members"])
-def test_vmap(name: str, axis_name: str | None) -> None:
+def test_vmap(name: str) -> None:
     """Each member of an ensemble has a history of its own."""
     tx = RULES[name]()
     runs = [sequence(BASE), sequence(SPIKES), sequence(2 * REGIME[7:21])]
@@ -994,36 +1011,34 @@ def test_vmap(name: str, axis_name: str | None) -> None:
         jax.tree.map(lambda *x: jnp.stack(x), *step) for step in zip(*runs, strict=True)
     ]
     states = jax.vmap(tx.init)(stacked[0])
-    update = jax.jit(jax.vmap(tx.update, axis_name=axis_name))
+    update = jax.jit(jax.vmap(tx.update, axis_name="members"))
     for g in stacked:
         updates, states = update(g, states, g)
     for i, grads in enumerate(runs):
         want, alone = run(tx, grads)
         got = jax.tree.map(lambda x, i=i: x[i], (updates, states))
-        d.assert_near(got, (want[-1], alone[-1]), 16 * h.EPS32)
+        near(got, (want[-1], alone[-1]), 16 * h.EPS32)
 
 
 @each_rule
 def test_donated(name: str) -> None:
     """Every field has a buffer of its own, and none is copied in vain."""
     grads = sequence(SPIKES)
-    tx = RULES[name]()
+    tx, _, want, states = traced(name)
     state = tx.init(jax.tree.map(jnp.asarray, grads[0]))
     buffers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
     assert len(set(buffers)) == len(buffers)
     step = jax.jit(tx.update, donate_argnums=(0, 1))
     for g in grads:
         updates, state = step(jax.tree.map(jnp.asarray, g), state)
-    want, states = run(tx, grads)
-    d.assert_near((updates, state), (want[-1], states[-1]), 8 * h.EPS32)
+    near((updates, state), (want[-1], states[-1]), 8 * h.EPS32)
 
 
 @each_rule
 def test_state_is_of_a_fixed_size(name: str) -> None:
     """Scalars and vectors of float32 and int32, the same types after any step."""
-    tx = RULES[name]()
+    tx, _, _, states = traced(name)
     first = tx.init(split(1.0))
-    _, states = run(tx, sequence(REGIME))
     h.assert_same_types(states[-1], first)
     for x in jax.tree.leaves((first.memory, first.threshold)):
         assert x.ndim <= 1 and x.dtype in (jnp.float32, jnp.int32) and not x.weak_type
@@ -1032,21 +1047,19 @@ def test_state_is_of_a_fixed_size(name: str) -> None:
 @each_rule
 def test_float64(name: str) -> None:
     """Memory is as wide as a parameter was at init, whatever the gradients are."""
-    with jax.enable_x64(True):
+    mode = "standard" if name == "skip" else "strict"  # adam needs the first
+    with jax.enable_x64(True), jax.numpy_dtype_promotion(mode):
         tx = RULES[name]()
         narrow, wide = split(3.0), split(3.0, dtype=np.float64)
-        for held, given in ((wide, narrow), (wide, wide), (narrow, narrow)):
+        for held, given in ((wide, narrow), (narrow, wide)):
             state = tx.init(held)
-            dtype = jnp.result_type(held["w"])
-            with jax.numpy_dtype_promotion("standard" if name == "skip" else "strict"):
-                _, after = jax.jit(tx.update)(given, state)
-            h.assert_same_types(after._replace(norm=None), state._replace(norm=None))
-            floats = [
-                x
-                for x in jax.tree.leaves((after.memory, after.threshold))
-                if x.dtype != jnp.int32
-            ]
-            assert floats and all(x.dtype == dtype for x in floats)
+            _, after = tx.update(given, state)
+            memory = (after.memory, after.threshold, after.norm.grad_norm)
+            h.assert_same_types(
+                memory, (state.memory, state.threshold, state.norm.grad_norm)
+            )
+            dtypes = {x.dtype for x in jax.tree.leaves(memory)}
+            assert dtypes == {np.dtype(np.int32), held["w"].dtype}
 
 
 def test_strict_promotion_around_a_skip() -> None:
@@ -1069,7 +1082,7 @@ def test_derivative_of_a_learned_threshold(tx: Any) -> None:
     """A constant: c / n (I - u u^T) where it binds, as for a fixed one."""
     _, states = run(tx, sequence([1, 1.2, 0.9]))
     g = jax.tree.map(jnp.asarray, split(5.0, 9))
-    updates, after = tx.update(g, states[-1])
+    _, after = tx.update(g, states[-1])
     fixed = oun.clip_by_global_norm(after.threshold)
     got = jax.jacrev(lambda g: tx.update(g, states[-1])[0])(g)
     want = jax.jacrev(lambda g: fixed.update(g, None)[0])(g)
@@ -1123,8 +1136,8 @@ def test_mask(name: str) -> None:
     )
     updates, states = run(make(mask=MASK), loud)
     want, states_quiet = run(make(), quiet)
-    d.assert_near([{"w": u["w"]} for u in updates], want)
-    d.assert_near(states[-1], states_quiet[-1])
+    near([{"w": u["w"]} for u in updates], want)
+    near(states[-1], states_quiet[-1])
     for u, g in zip(updates, loud, strict=True):
         if name != "skip" or h.tree_norm({"w": u["w"]}) > 0:
             h.assert_same_bits(u["b"], jnp.asarray(g["b"]))
@@ -1144,7 +1157,7 @@ def test_groups() -> None:
     for key, percentile in (("b", 50), ("w", 90)):
         alone = oun.clip_by_global_norm_percentile(percentile, window=4)
         want, _ = run(alone, [{key: g[key]} for g in sequence(SPIKES)])
-        d.assert_near([{key: u[key]} for u in updates], want)
+        near([{key: u[key]} for u in updates], want)
     found = oun.metrics(states[-1])
     assert sum(k.endswith("grad_threshold") for k in found) == 2
 
@@ -1165,54 +1178,39 @@ def test_recipes_take_any_order() -> None:
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 
 
-SCHEDULED: dict[str, tuple[Make, str, float]] = {
-    "percentile": (oun.clip_by_global_norm_percentile, "percentile", 80.0),
-    "percentile cap": (
-        functools.partial(oun.clip_by_global_norm_percentile, 50),
-        "max_norm",
-        2.0,
-    ),
-    "z_threshold": (
-        functools.partial(oun.clip_by_global_norm_zscore, warmup=2),
+SCHEDULED: list[tuple[Make, dict[str, Any], str, float]] = [
+    (oun.clip_by_global_norm_percentile, {}, "percentile", 80.0),
+    (oun.clip_by_global_norm_percentile, {"percentile": 50}, "max_norm", 2.0),
+    (
+        oun.clip_by_global_norm_zscore,
+        {"warmup": 2, "max_norm": math.inf},
         "z_threshold",
-        1.5,
-    ),
-    "zscore cap": (
-        functools.partial(oun.clip_by_global_norm_zscore, warmup=2),
-        "max_norm",
-        2.0,
-    ),
-    "ratio": (functools.partial(oun.clip_by_leaf_norm_ema, warmup=2), "ratio", 0.7),
-    "leaf cap": (
-        functools.partial(oun.clip_by_leaf_norm_ema, warmup=9),
-        "max_norm",
-        2.0,
-    ),
-    "floor": (functools.partial(oun.clip_by_leaf_norm_ema, warmup=2), "floor", 1.5),
-    "skip_norm": (
-        functools.partial(oun.skip_spikes, optax.identity()),
-        "skip_norm",
-        3.05,
-    ),
-    "sigmas": (
-        functools.partial(oun.skip_spikes, optax.identity(), window=4),
-        "sigmas",
         0.5,
     ),
-}
+    (oun.clip_by_global_norm_zscore, {"warmup": 2}, "max_norm", 2.0),
+    (oun.clip_by_leaf_norm_ema, {"warmup": 2}, "ratio", 0.7),
+    (oun.clip_by_leaf_norm_ema, {"warmup": 9}, "max_norm", 2.0),
+    (oun.clip_by_leaf_norm_ema, {"warmup": 2}, "floor", 1.5),
+    (oun.skip_spikes, {"inner": optax.identity()}, "skip_norm", 3.05),
+    (oun.skip_spikes, {"inner": optax.identity(), "window": 4}, "sigmas", 0.5),
+]
 
 
-@pytest.mark.parametrize("case", SCHEDULED)
-def test_schedules(case: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "args", "name", "value"),
+    SCHEDULED,
+    ids=[f"{make.__name__}-{name}" for make, _, name, _ in SCHEDULED],
+)
+def test_schedules(make: Make, args: dict[str, Any], name: str, value: float) -> None:
     """Every threshold may be one: constant it changes nothing, and it is followed."""
-    make, name, value = SCHEDULED[case]
-    grads = sequence(BASE[:8])
+    make = functools.partial(make, **args)
+    grads = sequence(BASE[:10])
     fixed, _ = run(make(**{name: value}), grads)
     same, _ = run(make(**{name: lambda _: value}), grads)
     h.assert_same_bits(same, fixed)
     loose = {"percentile": 100.0, "floor": 0.0}.get(name, 100.0)
-    jumps, _ = run(make(**{name: lambda n: jnp.where(n == 5, loose, value)}), grads)
-    h.assert_same_bits(jumps[:5], fixed[:5])
+    jumps, _ = run(make(**{name: lambda n: jnp.where(n == 8, loose, value)}), grads)
+    h.assert_same_bits(jumps[:8], fixed[:8])
     assert any(
         h.tree_norm(a) != h.tree_norm(b) for a, b in zip(jumps, fixed, strict=True)
     )
@@ -1235,7 +1233,7 @@ def test_static_arguments(name: str) -> None:
     make, args = STATIC[name]
 
     def build(x: Any) -> Any:
-        make(**args, **{name: x})
+        inspect.unwrap(make)(**args, **{name: x})
         return x
 
     with pytest.raises(TypeError, match=rf"`{name}` must .*static_args"):
@@ -1254,16 +1252,17 @@ def test_static_arguments(name: str) -> None:
 )
 def test_inject_hyperparams(make: Make, static: list[str]) -> None:
     """Without static_args an error that names them; with them as if not injected."""
+    make = inspect.unwrap(make)  # the types of these tests would refuse it first
     args = {"percentile": 20.0} if "percentile" in make.__name__ else {}
     args |= (
-        {"inner": optax.identity(), "sigmas": 3.0} if make is oun.skip_spikes else {}
+        {"inner": optax.identity(), "sigmas": 3.0} if "skip" in make.__name__ else {}
     )
     g = split(1.0)
     with pytest.raises(TypeError, match="static_args"):
         optax.inject_hyperparams(make)(**args).init(g)
     injected = optax.inject_hyperparams(make, static_args=static)(**args)
     updates, _ = run(injected, sequence(SPIKES))
-    d.assert_near(updates, run(make(**args), sequence(SPIKES))[0])
+    near(updates, run(make(**args), sequence(SPIKES))[0])
 
 
 REFUSED: list[tuple[Make, dict[str, Any]]] = [
@@ -1299,13 +1298,19 @@ REFUSED: list[tuple[Make, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("make", "args"), REFUSED, ids=[f"{m.__name__}-{a}" for m, a in REFUSED]
+    ("make", "args"),
+    REFUSED,
+    # Without the wrapped transform, whose name holds an address.
+    ids=[
+        f"{m.__name__}-{ {k: v for k, v in a.items() if k != 'inner'} }"
+        for m, a in REFUSED
+    ],
 )
 def test_refused_arguments(make: Make, args: dict[str, Any]) -> None:
     """In the one sentence shape, when the transform is built."""
     name = next(iter(args))
     with pytest.raises((ValueError, TypeError), match=rf"`{name}` must .+; got .+\."):
-        make(**args)
+        inspect.unwrap(make)(**args)
 
 
 # `static` words and counts that types refuse before the sentence could, in tests.
@@ -1361,8 +1366,7 @@ def test_a_restored_run_continues_bit_for_bit(
     name: str, how: str, tmp_path: pathlib.Path
 ) -> None:
     grads = sequence(SPIKES)
-    tx = RULES[name]()
-    want, states = run(tx, grads, jit=True)
+    tx, update, want, states = traced(name)
     saved = states[6]
     if how == "pickle":
         leaves = pickle.loads(
@@ -1374,7 +1378,7 @@ def test_a_restored_run_continues_bit_for_bit(
             checkpointer.save(tmp_path / "state", saved)
             checkpointer.wait_until_finished()
             restored = checkpointer.restore(tmp_path / "state", tx.init(grads[0]))
-    update, state = jax.jit(tx.update), restored
+    state = restored
     for i in range(7, len(grads)):
         updates, state = update(grads[i], state, grads[i])
         h.assert_same_bits(updates, want[i])
