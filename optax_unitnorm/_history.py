@@ -87,14 +87,17 @@ def _percentile(window: int, include_current: bool) -> History:
 def _exchange(ordered: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
     """Ascending numbers with one of them exchanged for another.
 
-    A sort would do; this takes a twentieth of its time on a CPU.
+    All between the places of the two move by one. A sort would do the same in ten
+    times the time on a CPU.
     """
     index = jnp.arange(ordered.size)
-    left = jnp.concatenate([ordered[1:], jnp.full((1,), jnp.inf, ordered.dtype)])
-    rest = jnp.where(index < jnp.sum(ordered < old), ordered, left)
-    place = jnp.sum(rest < new)
-    right = jnp.where(index > place, jnp.roll(rest, 1), new)
-    return jnp.where(index < place, rest, right)
+    start = jnp.sum(ordered < old)
+    end = jnp.sum(ordered < new) - (old < new).astype(index.dtype)
+    below = jnp.concatenate([ordered[:1], ordered[:-1]])
+    above = jnp.concatenate([ordered[1:], ordered[-1:]])
+    moved = jnp.where((end < index) & (index <= start), below, ordered)
+    moved = jnp.where((start <= index) & (index < end), above, moved)
+    return jnp.where(index == end, new, moved)
 
 
 def _at_percentile(

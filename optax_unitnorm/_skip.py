@@ -265,7 +265,7 @@ def _usual(window: Window | None, needed: int, *sigmas: jax.Array) -> jax.Array 
     if window is None:
         return jnp.inf
     values, count = lax.stop_gradient(window.values), window.count
-    seen = jnp.arange(values.size) < count
+    seen = jnp.arange(values.size, dtype=jnp.int32) < count
     # From the first value on, and in units of the largest difference: then equal
     # norms have no deviation, and no square leaves the range.
     base = jnp.where(count > 0, values[0], 0)
@@ -312,9 +312,12 @@ def _unless(
     """
     leaves, treedef = jax.tree.flatten(updates)
     places = [i for i, leaf in enumerate(leaves) if _leaves.counts(leaf)]
+    for i in places:
+        leaves[i] = _leaves.as_array(leaves[i])
 
     def accepted() -> tuple[list[Any], Tree]:
-        new, after = tx.update(updates, state, params, **extra_args)
+        given = treedef.unflatten(leaves)
+        new, after = tx.update(given, state, params, **extra_args)
         made, made_def = jax.tree.flatten(new)
         if made_def != treedef:
             raise ValueError(
@@ -352,8 +355,9 @@ def _unless(
     run = jaxpr_as_fun(program)
     alike = all(map(_devices.same_type, skipped(), program.out_avals))
     if alike and not _devices.communicates(program.jaxpr):
-        # The zeros are made in the branch: outside it they would take memory.
-        chosen = lax.cond(skip, skipped, run)
+        # Zeros made outside the branch would take memory, and the other way round
+        # XLA keeps one more copy of the state.
+        chosen = lax.cond(~skip, run, skipped)
     else:
         chosen = [jnp.where(skip, a, b) for a, b in zip(skipped(), run(), strict=True)]
     new, after = jax.tree.structure(shapes).unflatten(chosen)
