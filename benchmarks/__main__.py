@@ -6,6 +6,7 @@ import os
 import pathlib
 import platform
 import re
+from collections.abc import Iterator
 from typing import Any
 
 # One device, as a user's CPU has. Simulated ones, if a test run asked for them,
@@ -28,19 +29,26 @@ def main() -> None:
         rounds=arguments.rounds or (5 if quick else 20),
         compiled_leaves=(30, 300) if quick else (30, 300, 1000, 5000),
         only_tree=arguments.tree,
+        quick=quick,
     )
-    rows: list[table.Row] = []
-    if arguments.multiprocess:
-        rows += multiprocess.run(effort.rounds)
-    else:
-        for name in arguments.only or contests.CONTESTS:
-            for found in contests.CONTESTS[name](effort):
-                print("\n".join(f"{r.name}: {r.ratio:.2f}" for r in found), flush=True)
-                rows += found
     facts = machine()
+    rows: list[table.Row] = []
+    for found in _results(arguments, effort):
+        rows += found
+        print("\n".join(table.lines(found)[2:]), flush=True)
+        table.write(arguments.json, facts, rows)
     print("\n" + ", ".join(f"{k} {v}" for k, v in facts.items()) + "\n")
     print("\n".join(table.lines(rows)))
-    table.write(arguments.json, facts, rows)
+
+
+def _results(
+    arguments: argparse.Namespace, effort: contests.Effort
+) -> Iterator[list[table.Row]]:
+    if arguments.multiprocess:
+        yield multiprocess.run(effort.rounds)
+        return
+    for name in arguments.only or contests.CONTESTS:
+        yield from contests.CONTESTS[name](effort)
 
 
 def machine() -> dict[str, Any]:

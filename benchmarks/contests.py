@@ -24,6 +24,7 @@ class Effort:
     rounds: int
     compiled_leaves: tuple[int, ...]
     only_tree: str | None = None
+    quick: bool = False
 
     def trees(self) -> dict[str, Callable[[], trees.Shapes]]:
         chosen = self.only_tree
@@ -143,6 +144,8 @@ def norms(effort: Effort) -> Iterator[list[Row]]:
 def rules(effort: Effort) -> Iterator[list[Row]]:
     """Every transform alone: none slower than 1.3 times the global clip."""
     for tree, dtype, grads in each_tree(effort):
+        if effort.quick and (tree, dtype) != ("24 x 1024x1024", "float32"):
+            continue
         contestants = {
             name: programs.update(tx, grads) for name, tx in transforms.every().items()
         }
