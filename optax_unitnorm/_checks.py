@@ -42,6 +42,8 @@ def threshold(name: str, value: Any, *, signed: bool = False) -> Any:
         value = value.item()
     elif not _is_number(value):
         raise TypeError(rule + _got(value))
+    elif isinstance(value, np.generic):
+        value = value.item()  # a float16 would be compared as a float16
     if math.isnan(value):
         raise ValueError(f"`{name}` must not be NaN; {_got(value)}")
     if not signed and value < 0:

@@ -338,12 +338,33 @@ def embed(part: jax.Array, kept: tuple[int, ...], layout: Layout) -> jax.Array:
     return lax.dynamic_update_slice(zeros, part, [jnp.int32(i) for i in start])
 
 
+def _as_split(whole: jax.Array, layout: Layout) -> jax.Array:
+    """Under automatic axes, norms along a leaf are split as the leaf is.
+
+    Left to itself XLA would rather move the leaf.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    dims = [
+        dim if size > 1 else ()
+        for dim, size in itertools.zip_longest(
+            layout.nested, whole.shape, fillvalue=()
+        )
+    ]
+    axes = [axis for dim in dims for axis in dim]
+    if not axes or any(types.get(axis) != AxisType.Auto for axis in axes):
+        return whole
+    return lax.with_sharding_constraint(whole, PartitionSpec(*dims))
+
+
 def piece(whole: jax.Array, layout: Layout, *, inside: bool) -> jax.Array:
     """A device's own piece of the norms along the kept axes of a whole leaf.
 
     `inside` the nested shard_map its axes count too; outside, leaves are whole
     along them.
     """
+    if not inside:
+        whole = _as_split(whole, layout)
     start: list[Any] = [0] * whole.ndim
     sizes = list(whole.shape)
     for dim, size in enumerate(whole.shape):

@@ -379,10 +379,13 @@ class Scale(NamedTuple):
     A scale itself may be too large or too small for float32 (a gradient of
     norm 1e38 clipped to 1e-30) while what it makes of the gradients is not.
     `second` is a power of two, and 1 unless the scale is out of range.
+    `relative` is zero and carries the derivative of the divisor's logarithm,
+    for the derivative of the scale itself may be out of range as well.
     """
 
     first: jax.Array
     second: jax.Array
+    relative: jax.Array
 
     def value(self) -> jax.Array:
         return self.first * self.second
@@ -391,9 +394,12 @@ class Scale(NamedTuple):
 def divide(num: jax.Array, den: jax.Array) -> Scale:
     """num / den as a Scale; den > 0.
 
-    Both are brought near one by powers of two first, so that neither the
-    quotient nor its derivative (which holds den**-2) leaves the range.
+    Both are brought near one by powers of two first, so that the quotient does
+    not leave the range.
     """
+    logarithm = jnp.log(den)
+    relative = lax.stop_gradient(logarithm) - logarithm
+    den = lax.stop_gradient(den)
     dtype = num.dtype
     room = jnp.finfo(dtype).maxexp - 5  # 123 in float32
     above, below = _exponent(num), _exponent(den)
@@ -401,9 +407,9 @@ def divide(num: jax.Array, den: jax.Array) -> Scale:
     exponent = above - below
     first = jnp.clip(exponent, -room, room)
     # What would be smaller than any normal result is zero.
-    inside = exponent - first >= -room
+    inside = exponent - first >= 2 - jnp.finfo(dtype).maxexp
     factor = jnp.where(inside, _power_of_two(first, dtype), 0)
-    return Scale(ratio * factor, _power_of_two(exponent - first, dtype))
+    return Scale(ratio * factor, _power_of_two(exponent - first, dtype), relative)
 
 
 def _exponent(x: jax.Array) -> jax.Array:
@@ -432,13 +438,42 @@ def scaled(
     result is zero whatever the leaf holds.
     """
     dtype = accumulator([leaf.dtype])
-    first, second = (factor.astype(dtype) for factor in scale)
-    times = _times_bfloat16 if leaf.dtype == jnp.bfloat16 else _times
-    product = times(leaf, first, second, changes)
+    product = _times(leaf, *(factor.astype(dtype) for factor in scale), changes)
     return product if drops is None else jnp.where(drops, 0, product)
 
 
+@jax.custom_jvp
 def _times(
+    leaf: jax.Array,
+    first: jax.Array,
+    second: jax.Array,
+    relative: jax.Array,
+    changes: jax.Array,
+) -> jax.Array:
+    """leaf * first * second * exp(relative), where it changes; relative is zero."""
+    del relative
+    if leaf.dtype != jnp.bfloat16:
+        return _times_plain(leaf, first, second, changes)
+    # A NaN of unusual bits must not be carried into infinity by the rounding.
+    first = jnp.where(jnp.isnan(first), jnp.nan, first)
+    return lax.platform_dependent(
+        leaf, first, second, changes, cpu=_times_in_bits, default=_times_plain
+    )
+
+
+@_times.defjvp
+def _times_jvp(primals: Any, tangents: Any) -> Any:
+    leaf, first, second, relative, changes = primals
+    product = _times(*primals)
+    every = jnp.ones_like(changes)
+    weight = jnp.exp(relative)  # one, and its derivative is that of the divisor
+    by_leaf = _times_plain(tangents[0], first * weight, second, changes)
+    by_first = _times_plain(leaf, tangents[1] * weight, second, every)
+    by_relative = _times_plain(product, tangents[3], jnp.ones_like(second), every)
+    return product, by_leaf + jnp.where(changes, by_first + by_relative, 0)
+
+
+def _times_plain(
     leaf: jax.Array, first: jax.Array, second: jax.Array, changes: jax.Array
 ) -> jax.Array:
     # Multiplied, never divided: compilers fuse a multiplication into whatever
@@ -448,26 +483,10 @@ def _times(
     return jnp.where(changes, product.astype(leaf.dtype), leaf)
 
 
-@jax.custom_jvp
-def _times_bfloat16(
-    leaf: jax.Array, first: jax.Array, second: jax.Array, changes: jax.Array
-) -> jax.Array:
-    # A NaN of unusual bits must not be carried into infinity by the rounding.
-    first = jnp.where(jnp.isnan(first), jnp.nan, first)
-    return lax.platform_dependent(
-        leaf, first, second, changes, cpu=_times_in_bits, default=_times
-    )
-
-
-@_times_bfloat16.defjvp
-def _times_bfloat16_jvp(primals: Any, tangents: Any) -> Any:
-    return _times_bfloat16(*primals), jax.jvp(_times, primals, tangents)[1]
-
-
 def _times_in_bits(
     leaf: jax.Array, first: jax.Array, second: jax.Array, changes: jax.Array
 ) -> jax.Array:
-    """_times for bfloat16, reading, rounding and selecting in integers.
+    """_times_plain for bfloat16, reading, rounding and selecting in integers.
 
     On CPU a conversion from float32 is never fused into what comes next, and one
     to float32 is shared with the norm's and kept: a copy of all gradients. The

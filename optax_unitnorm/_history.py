@@ -434,7 +434,10 @@ def _leaf_ema(warmup: int, initial: str) -> History:
                 f"of {gamma.size} and gradients of {norms.block.size}."
             )
         warm = count < warmup
-        own = ratio * jnp.maximum(gamma, floor)
+        # An infinite ratio times the derivative of zero would be NaN.
+        finite = ratio < jnp.inf
+        own = jnp.where(finite, ratio, 1) * jnp.maximum(gamma, floor)
+        own = jnp.where(finite, own, jnp.inf)
         threshold = jnp.where(warm, _shares(norms, max_norm), own)
 
         clipped = lax.stop_gradient(jnp.minimum(norms.block, threshold))

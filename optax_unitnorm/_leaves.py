@@ -98,9 +98,9 @@ def is_function(value: object) -> bool:
 def check_mask(mask: Tree) -> Tree:
     """Refuses a mask that is wrong whatever the gradients are."""
     if mask is not None and not is_function(mask):
-        for leaf in jax.tree.leaves(mask):
+        for where, leaf in zip(paths(mask), jax.tree.leaves(mask), strict=True):
             if is_traced(leaf) or not _boolish(leaf):
-                raise TypeError(_mask_rule(leaf))
+                raise TypeError(_mask_rule(leaf, f" at {where!r}" if where else ""))
     return mask
 
 

@@ -2,7 +2,7 @@
 
 import html
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +26,8 @@ class _Found(NamedTuple):
 def _find(node: Any, path: tuple[Any, ...], skip: "str | None") -> Iterator[_Found]:
     """Every NormState below a node, outermost first."""
     name = _leaves.path_name
+    if isinstance(node, Mapping) and set(node) == set(NormState._fields):
+        node = NormState(**node)  # as flax nnx and checkpoints unpack it
     if isinstance(node, NormState):
         yield _Found(name(path), node, None, skip)
     elif isinstance(node, HistoryState):

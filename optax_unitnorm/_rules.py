@@ -56,7 +56,10 @@ def clip_to_reference() -> Rule:
 
     def rule(norms: Norms, ratio: jax.Array, eps: jax.Array) -> Decision:
         assert norms.reference is not None
-        return _clip(norms, ratio * jnp.maximum(norms.reference, eps))
+        # An infinite ratio times the derivative of zero would be NaN.
+        finite = ratio < jnp.inf
+        limit = jnp.where(finite, ratio, 1) * jnp.maximum(norms.reference, eps)
+        return _clip(norms, jnp.where(finite, limit, jnp.inf))
 
     return rule
 
@@ -66,11 +69,11 @@ def soft_clip() -> Rule:
 
     def rule(norms: Norms, threshold: jax.Array) -> Decision:
         binds = (norms.block > 0) & (threshold < jnp.inf)
-        # Halves, so that the sum of two large numbers stays finite.
-        half = jnp.where(binds, threshold / 2, 0.5)
-        rest = jnp.where(binds, norms.block / 2, 0.5)
-        den = jnp.where(binds, half + rest, 0.5)
-        return Decision(half, den, binds, jnp.zeros((), bool))
+        num, rest = jnp.where(binds, threshold, 1), jnp.where(binds, norms.block, 1)
+        # Halves, where the sum of two large numbers would not be finite.
+        part = jnp.where(jnp.isinf(num + rest), 0.5, 1)
+        num, rest = num * part, rest * part
+        return Decision(num, num + rest, binds, jnp.zeros((), bool))
 
     return rule
 

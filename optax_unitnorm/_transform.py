@@ -303,8 +303,8 @@ def _apply(
     scaled: list[jax.Array] = []
     for i, leaf in enumerate(arrays):
         own = [_measure.spread(row, plan=plan, i=i) for row in rows]
-        drop = None if outcome.drops is None else own[3] > 0
-        scaled.append(_fold.scaled(leaf, _fold.Scale(*own[:2]), own[2] > 0, drop))
+        drop = None if outcome.drops is None else own[4] > 0
+        scaled.append(_fold.scaled(leaf, _fold.Scale(*own[:3]), own[3] > 0, drop))
     return scaled
 
 
