@@ -181,9 +181,9 @@ class Net(nnx.Module):
     "tx",
     [
         oun.normalize_to_unit_global_norm(),
-        oun.clip_by_leaf_norm(0.1),
-        oun.clip_by_param_norm(0.01),
-        oun.clip_by_group_norm(0.1, lambda g: "all"),
+        oun.clip_by_leaf_norm(1.0),
+        oun.clip_by_param_norm(0.5),
+        oun.clip_by_group_norm(1.0, lambda g: "all"),
     ],
     ids=["unit", "leaf", "param", "group"],
 )

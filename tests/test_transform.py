@@ -173,6 +173,9 @@ def test_mask_of_wrong_values() -> None:
     for bad in (1.0, "yes", 2):
         with pytest.raises((TypeError, ValueError), match=r"`mask`(.|\n)*wild"):
             oun.clip_by_global_norm(1.0, mask={"wild": bad, "rest": True})
+        tx = oun.clip_by_global_norm(1.0, mask=lambda g, bad=bad: bad)
+        with pytest.raises((TypeError, ValueError), match=r"`mask`(.|\n)*wild|rest"):
+            tx.update(GROUPED, None)
 
 
 def test_mask_is_a_single_bool() -> None:
