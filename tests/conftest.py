@@ -22,7 +22,7 @@ hypothesis.settings.register_profile(
     derandomize=True,
     deadline=None,
     database=None,
-    max_examples=int(os.environ.get("OUN_EXAMPLES", "5")),
+    max_examples=int(os.environ.get("OUN_EXAMPLES", "2")),
     suppress_health_check=[
         hypothesis.HealthCheck.too_slow,  # compiling is slow, and counted
         hypothesis.HealthCheck.data_too_large,
