@@ -438,7 +438,10 @@ def _leaf_ema(warmup: int, initial: str) -> History:
         finite = ratio < jnp.inf
         own = jnp.where(finite, ratio, 1) * jnp.maximum(gamma, floor)
         own = jnp.where(finite, own, jnp.inf)
-        threshold = jnp.where(warm, _shares(norms, max_norm), own)
+        capped = max_norm < jnp.inf
+        shares = _shares(norms, jnp.where(capped, max_norm, 1))
+        shares = jnp.where(capped, shares, jnp.inf)
+        threshold = jnp.where(warm, shares, own)
 
         clipped = lax.stop_gradient(jnp.minimum(norms.block, threshold))
         if initial == "min":

@@ -1,11 +1,13 @@
 """Rules with memory: published values, float64 oracles, and what a bad step leaves."""
 
+import doctest
 import functools
 import inspect
 import json
 import math
 import pathlib
 import pickle
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,7 +25,8 @@ from jax.sharding import PartitionSpec as P
 
 import optax_unitnorm as oun
 
-DATA = json.loads((pathlib.Path(__file__).parent / "data/methods.json").read_text())
+HERE = pathlib.Path(__file__).parent
+DATA = json.loads((HERE / "data/methods.json").read_text())
 Make = Callable[..., optax.GradientTransformationExtraArgs]
 
 # One of each rule, warm after few steps.
@@ -1400,4 +1403,16 @@ def test_percentile_cost() -> None:
     names, small = operations(1000)
     _, large = operations(2000)
     assert "sort" not in names
-    assert small < 20_000 and large < 2.2 * small
+    assert small < 40_000 and large < 2.2 * small
+
+
+def test_the_page_runs() -> None:
+    """Every block of the page on these rules gives what stands under it."""
+    page = HERE.parent / "docs" / "adaptive.md"
+    assert page.with_suffix(".png").exists()
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M)
+    text = "".join(blocks)
+    test = doctest.DocTestParser().get_doctest(text, {}, page.name, str(page), 0)
+    said: list[str] = []
+    result = doctest.DocTestRunner(verbose=False).run(test, out=said.append)
+    assert not result.failed and result.attempted > 20, "".join(said)
