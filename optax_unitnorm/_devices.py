@@ -345,11 +345,9 @@ def _as_split(whole: jax.Array, layout: Layout) -> jax.Array:
     """
     mesh = jax.sharding.get_abstract_mesh()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    nested = (*layout.nested, *[()] * (whole.ndim - len(layout.nested)))
     dims = [
-        dim if size > 1 else ()
-        for dim, size in itertools.zip_longest(
-            layout.nested, whole.shape, fillvalue=()
-        )
+        dim if size > 1 else () for dim, size in zip(nested, whole.shape, strict=True)
     ]
     axes = [axis for dim in dims for axis in dim]
     if not axes or any(types.get(axis) != AxisType.Auto for axis in axes):
