@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -143,6 +144,17 @@ def update_of(
         return tx.update(grads, tx.init(params), params)
 
     return update
+
+
+def with_memory() -> list[Any]:
+    """The rows that remember norms, a scalar and a vector one in the default suite."""
+    always = ("clip_by_global_norm_zscore", "clip_by_leaf_norm_ema")
+    return [
+        pytest.param(
+            row, id=row.name, marks=() if row.name in always else pytest.mark.slow
+        )
+        for row in t.having(memory=True)
+    ]
 
 
 def records(state: Any) -> list[oun.NormState]:

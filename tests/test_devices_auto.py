@@ -57,7 +57,6 @@ DEFAULT = [
     ("fsdp", CLIP),
     ("tensor parallel", UNIT),
     ("mixed", CLIP),
-    ("mixed", BY_UNIT),
 ]
 
 
@@ -101,7 +100,9 @@ def test_training_moves_far_more_than_the_tolerance() -> None:
 # One row of each scope runs with every order here, the others in the slow suite.
 ROWS = [
     pytest.param(
-        row, ord, marks=() if ord == 2 or row.name in SCOPES else pytest.mark.slow
+        row,
+        ord,
+        marks=() if ord == 2 or (row.name in SCOPES and ord != 1) else pytest.mark.slow,
     )
     for row in t.FOUND
     for ord in (d.ORDERS if row.takes("ord") else (2,))
@@ -116,7 +117,7 @@ def test_every_transform_and_order(row: t.Row, ord: float) -> None:
     d.assert_as_worked_out(row, ord, *got)
 
 
-@pytest.mark.parametrize("row", t.having(memory=True), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", d.with_memory())
 def test_history_is_the_same_as_on_one_device(row: t.Row) -> None:
     factors = jnp.array([1, 2, 1, 3, 2, 100, 1], jnp.float32)
 
@@ -323,8 +324,16 @@ def test_gradients_that_vary_where_parameters_do_not(
     assert "'data'" in str(said.value)
 
 
-@pytest.mark.parametrize(("grads", "vmapped"), KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("where", ["built", "called"])
+@pytest.mark.parametrize(
+    ("grads", "vmapped", "where"),
+    [
+        (*KINDS["local"], "built"),
+        (*KINDS["local"], "called"),
+        (*KINDS["all-gathered"], "called"),
+        (*KINDS["per example"], "called"),
+    ],
+    ids=["local, built", *KINDS],
+)
 def test_none_means_a_norm_of_each_device(
     grads: Any, vmapped: bool, where: str
 ) -> None:
@@ -429,7 +438,7 @@ def test_mask_on_devices() -> None:
 
 
 # ------------------------------------------------------------------ derivatives
-@pytest.mark.parametrize("ord", [2, 1, 3])
+@pytest.mark.parametrize("ord", [2, 1, pytest.param(3, marks=pytest.mark.slow)])
 def test_derivatives_on_devices(ord: float) -> None:
     keep = ("both", "flat", "whole")
     grads, specs = ({k: tree[k] for k in keep} for tree in (d.GRADS, d.SPECS))
