@@ -462,7 +462,9 @@ def _shares(norms: Norms, max_norm: jax.Array) -> jax.Array:
     is held to max_norm by itself.
     """
     binds = norms.total > max_norm
-    share = norms.block / jnp.where(binds, norms.total, 1) * max_norm
+    # The larger first: its quotient is lost only where the product is, too.
+    large, small = (f(norms.block, max_norm) for f in (jnp.maximum, jnp.minimum))
+    share = large / jnp.where(binds, norms.total, 1) * small
     own = jnp.where(jnp.isfinite(norms.total), jnp.inf, max_norm)
     return jnp.where(binds & jnp.isfinite(norms.total), share, own)
 
