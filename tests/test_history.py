@@ -41,7 +41,7 @@ RULES: dict[str, Make] = {
     ),
 }
 each_rule = pytest.mark.parametrize("name", RULES)
-# Where compiling is what costs: a vector a leaf and a wrapper; scalars in the slow suite.
+# Where compiling is what costs: a vector a leaf and a wrapper; scalars when slow.
 two_rules_first = pytest.mark.parametrize(
     "name",
     [
