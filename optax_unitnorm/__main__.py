@@ -180,9 +180,9 @@ def _sharded(step: Step, kind: str, devices: list[Any]) -> tuple[str, bool]:
             k: jnp.stack(jnp.split(x, pieces)) if k != "s" else jnp.stack([x] * pieces)
             for k, x in grads.items()
         }
-        got, state = jax.pmap(
-            lambda g: tx.update(g, tx.init(g)), "d", devices=devices
-        )(cut)
+        got, state = jax.pmap(lambda g: tx.update(g, tx.init(g)), "d", devices=devices)(
+            cut
+        )
         got = {k: x[0] if k == "s" else x.reshape(SHAPES[k]) for k, x in got.items()}
         state = jax.tree.map(lambda x: x[0], state)
     norm_off = _off(state.grad_norm, alone.grad_norm) / EPS

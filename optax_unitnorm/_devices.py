@@ -293,14 +293,19 @@ def is_local() -> bool:
 
 # ---------------------------------------------------------------- nested region
 def manually(
-    fn: Callable[["list[jax.Array]"], Any],
+    fn: Callable[..., Any],
     leaves: "list[jax.Array]",
     found: "tuple[Layout, ...]",
+    *replicated: jax.Array,
+    as_leaves: bool = False,
 ) -> Any:
-    """fn(leaves), with every nested axis mapped; the results are replicated."""
+    """fn(leaves, *replicated), with every nested axis mapped.
+
+    The results are replicated, or lie as the leaves do.
+    """
     names = {axis for layout in found for dim in layout.nested for axis in dim}
     if not names:
-        return fn(leaves)
+        return fn(leaves, *replicated)
     context = jax.sharding.get_abstract_mesh()
     meshes = [jax.typeof(x).sharding.mesh for x in leaves]
     mesh = context if context.axis_names else next(m for m in meshes if m.axis_names)
@@ -312,10 +317,10 @@ def manually(
     return jax.shard_map(
         fn,
         mesh=None if mesh is context else mesh,
-        in_specs=(specs,),
-        out_specs=PartitionSpec(),
+        in_specs=(specs, *[PartitionSpec()] * len(replicated)),
+        out_specs=specs if as_leaves else PartitionSpec(),
         axis_names=names,
-    )(leaves)
+    )(leaves, *replicated)
 
 
 # ---------------------------------------------------------------- the collective
@@ -338,35 +343,12 @@ def embed(part: jax.Array, kept: tuple[int, ...], layout: Layout) -> jax.Array:
     return lax.dynamic_update_slice(zeros, part, [jnp.int32(i) for i in start])
 
 
-def _as_split(whole: jax.Array, layout: Layout) -> jax.Array:
-    """Under automatic axes, norms along a leaf are split as the leaf is.
-
-    Left to itself XLA would rather move the leaf.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    nested = (*layout.nested, *[()] * (whole.ndim - len(layout.nested)))
-    dims = [
-        dim if size > 1 else () for dim, size in zip(nested, whole.shape, strict=True)
-    ]
-    axes = [axis for dim in dims for axis in dim]
-    if not axes or any(types.get(axis) != AxisType.Auto for axis in axes):
-        return whole
-    return lax.with_sharding_constraint(whole, PartitionSpec(*dims))
-
-
-def piece(whole: jax.Array, layout: Layout, *, inside: bool) -> jax.Array:
-    """A device's own piece of the norms along the kept axes of a whole leaf.
-
-    `inside` the nested shard_map its axes count too; outside, leaves are whole
-    along them.
-    """
-    if not inside:
-        whole = _as_split(whole, layout)
+def piece(whole: jax.Array, layout: Layout) -> jax.Array:
+    """A device's own piece of the norms along the kept axes of a whole leaf."""
     start: list[Any] = [0] * whole.ndim
     sizes = list(whole.shape)
     for dim, size in enumerate(whole.shape):
-        axes = layout.at(dim) if inside else layout.outer(dim)
+        axes = layout.at(dim)
         if size > 1 and axes:
             sizes[dim] = size // _size(axes)
             start[dim] = lax.axis_index(axes) * sizes[dim]

@@ -86,25 +86,32 @@ def _axes(leaf: jax.Array, kept: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class _Cell(NamedTuple):
-    """An entry's leaves in chunks; the leaves of a chunk have one shape."""
+    """An entry's leaves in chunks; the leaves of a chunk have one shape.
+
+    whole: whether they certainly lie on one device each.
+    """
 
     chunks: "list[list[jax.Array]]"
     kept: tuple[int, ...]
+    whole: bool
 
 
-def _cell(leaves: "list[jax.Array]", entry: Entry, pack: bool) -> _Cell:
+def _cell(leaves: "list[jax.Array]", entry: Entry, whole: bool) -> _Cell:
     alike: dict[Any, list[jax.Array]] = {}
     for i in entry.leaves:
         leaf = leaves[i]
-        packable = pack and leaf.size < SMALL
+        packable = whole and leaf.size < SMALL
         key = (leaf.shape, leaf.dtype) if packable else i
         alike.setdefault(key, []).append(leaf)
-    chunks = [
-        group[start : start + CHUNK]
-        for group in alike.values()
-        for start in range(0, len(group), CHUNK)
-    ]
-    return _Cell(chunks, entry.kept)
+    chunks = [chunk for group in alike.values() for chunk in _chunks(group)]
+    return _Cell(chunks, entry.kept, whole)
+
+
+def _chunks(group: "list[jax.Array]") -> "list[list[jax.Array]]":
+    """At most CHUNK in each, and of few lengths, since each is traced once."""
+    number = -(-len(group) // CHUNK)
+    length = -(-len(group) // number)
+    return [group[i : i + length] for i in range(0, len(group), length)]
 
 
 def local(
@@ -113,32 +120,52 @@ def local(
     order: float,
     dtype: Any,
     *,
-    pack: bool,
+    whole: bool,
     peaks: "list[jax.Array] | None" = None,
-) -> "list[jax.Array]":
-    """The partial sums of each entry, shape (slots, *kept shape or ()).
+) -> jax.Array:
+    """The partial sums of all entries side by side, shape (slots, columns).
 
-    pack: whether small leaves of one shape may be added elementwise first.
+    An entry has a column, or one for each position along the axes it keeps.
+
+    whole: whether the leaves certainly lie on one device each. Only then are
+      small ones of one shape added elementwise first.
     peaks: for orders other than 1, 2 and inf, the largest magnitude of each
       entry's block, as `order=inf` found it.
     """
-    cells = [_cell(leaves, entry, pack) for entry in entries]
+    cells = [_cell(leaves, entry, whole) for entry in entries]
     magnitude = functools.partial(_magnitude, dtype=dtype)
     if order == 2:
         return _squares(cells, dtype)
     if order == math.inf:
-        return [_largest(cell, magnitude, dtype) for cell in cells]
+        return _largest(cells, magnitude, dtype)
     if order == 1:
-        return [_sum(cell, magnitude)[None] for cell in cells]
+        return _sums(cells, magnitude)
     assert peaks is not None
+    # A whole power is a product or two, where any other is a call.
+    exponent = int(order) if order == int(order) else order
 
-    def power(leaf: jax.Array, peak: jax.Array) -> jax.Array:
-        return (magnitude(leaf) / peak) ** order
+    def power(leaf: jax.Array, inverse: tuple[jax.Array, jax.Array]) -> jax.Array:
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            return (magnitude(leaf) * inverse[0] * inverse[1]) ** exponent
+        # The magnitude last: the peak's is then not kept in memory to be shared.
+        return jnp.abs(leaf.astype(dtype) * inverse[0] * inverse[1]) ** exponent
 
-    return [
-        _sum(cell, functools.partial(power, peak=_nonzero(peak)))[None]
-        for cell, peak in zip(cells, peaks, strict=True)
-    ]
+    return _joined(
+        [
+            _sums([cell], functools.partial(power, inverse=_inverse(_nonzero(peak))))
+            for cell, peak in zip(cells, peaks, strict=True)
+        ]
+    )
+
+
+def _joined(parts: "list[jax.Array]") -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
+def _inverse(peak: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """1 / peak as two factors, since it may be subnormal."""
+    unit = _power_of_two(-_exponent(peak), peak.dtype)
+    return unit, 1 / (peak * unit)
 
 
 def _nonzero(peak: jax.Array) -> jax.Array:
@@ -146,22 +173,107 @@ def _nonzero(peak: jax.Array) -> jax.Array:
     return jnp.where((peak > 0) & jnp.isfinite(peak), peak, 1)
 
 
-def _sums(cell: _Cell, fn: Any) -> "list[jax.Array]":
-    """The sum of fn over each chunk."""
-    totals: list[jax.Array] = []
-    for chunk in cell.chunks:
-        term = _pairwise(jnp.add, [fn(leaf) for leaf in chunk])
-        keep = bool(cell.kept)
-        totals.append(jnp.sum(term, axis=_axes(term, cell.kept), keepdims=keep))
-    return totals
+def _sums(cells: "list[_Cell]", fn: Any) -> jax.Array:
+    """The sums of fn, shape (1, columns)."""
+    return _columns(cells, lambda cell, chunk: _chunk_sum(cell, chunk, fn))
 
 
-def _sum(cell: _Cell, fn: Any) -> jax.Array:
-    return _together(_sums(cell, fn))
+def _columns(
+    cells: "list[_Cell]", fold_chunk: Any, *, largest: bool = False
+) -> jax.Array:
+    """What fold_chunk makes of each chunk, those of a cell folded: (1, columns)."""
+    rows = [
+        fold_chunk(cell, chunk).reshape(1, -1)
+        for cell in cells
+        for chunk in cell.chunks
+    ]
+    return _by_cell(_joined(rows), cells, largest=largest)
 
 
-def _together(totals: "list[jax.Array]") -> jax.Array:
-    return totals[0] if len(totals) == 1 else _total(jnp.stack(totals))
+def _by_cell(
+    columns: jax.Array, cells: "list[_Cell]", *, largest: bool = False
+) -> jax.Array:
+    """One column for the chunks of a cell. Only cells that keep no axis have many."""
+    if all(len(cell.chunks) == 1 for cell in cells):
+        return columns
+    start, parts = 0, []
+    for cell in cells:
+        many = len(cell.chunks)
+        stop = start + (many if many > 1 else _width(cell))
+        part = columns[:, start:stop]
+        if many > 1:
+            part = jnp.max(part, axis=1) if largest else _total(part.T)
+            part = part[:, None]
+        parts.append(part)
+        start = stop
+    return _joined(parts)
+
+
+def _width(cell: _Cell) -> int:
+    shape = cell.chunks[0][0].shape
+    return math.prod(shape[a] for a in cell.kept)
+
+
+def _chunk_sum(cell: _Cell, chunk: "list[jax.Array]", fn: Any) -> jax.Array:
+    if cell.whole and not cell.kept and _FEW < chunk[0].size < SMALL:
+        chunk = _shortened(chunk)
+    term = _pairwise(jnp.add, [fn(leaf) for leaf in chunk])
+    total = _short_sum(term, _axes(term, cell.kept), whole=cell.whole)
+    return total if cell.kept else total.reshape(())
+
+
+def _short_sum(term: jax.Array, axes: tuple[int, ...], *, whole: bool) -> jax.Array:
+    """The sum over some axes, which stay as axes of length one.
+
+    XLA's CPU reductions of few elements keep their operand in memory, and sum short
+    axes in one chain of additions, 1024 and more. Both are avoided by summing few
+    elements at a time.
+    """
+    if term.size >= SMALL:
+        return jnp.sum(term, axis=axes, keepdims=True)
+    if not whole:
+        return _lane_sum(term, axes)
+    shape = [1 if a in axes else n for a, n in enumerate(term.shape)]
+    kept = [n for a, n in enumerate(term.shape) if a not in axes]
+    term = jnp.moveaxis(term, axes, range(-len(axes), 0)).reshape(*kept, -1)
+    while term.shape[-1] > _FEW:
+        rest = -term.shape[-1] % _FEW
+        term = jnp.pad(term, [(0, 0)] * len(kept) + [(0, rest)])
+        term = _kept_apart(jnp.sum(term.reshape(*kept, -1, _FEW), axis=-1))
+    return jnp.sum(term, axis=-1).reshape(shape)
+
+
+_FEW = 16
+_LANES = 31  # prime, so that no axis falls into step with them
+
+
+def _shortened(chunk: "list[jax.Array]") -> "list[jax.Array]":
+    """Few small leaves as about eight shorter ones of one length, zeros added."""
+    parts = max(1, 8 // len(chunk))
+    length = -(-chunk[0].size // parts)
+    shorter: list[jax.Array] = []
+    for leaf in chunk:
+        flat = leaf.reshape(-1)
+        for start in range(0, leaf.size, length):
+            part = flat[start : start + length]
+            shorter.append(jnp.pad(part, (0, length - part.size)))
+    return shorter
+
+
+def _lane_sum(term: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """The same in one reduction, where each may cost a collective."""
+    if math.prod(min(term.shape[a], 32) for a in axes) <= 64:
+        return jnp.sum(term, axis=axes, keepdims=True)
+    lane = lax.iota(jnp.int32, term.size).reshape(*term.shape, 1) % _LANES
+    own = lane == lax.broadcasted_iota(jnp.int32, (*term.shape, _LANES), term.ndim)
+    lanes = jnp.where(own, term[..., None], 0)
+    return jnp.sum(_kept_apart(jnp.sum(lanes, axis=axes, keepdims=True)), axis=-1)
+
+
+def _kept_apart(partial: jax.Array) -> jax.Array:
+    """The same numbers; XLA does not join the sum before and the one after."""
+    info = jnp.finfo(partial.dtype)
+    return lax.reduce_precision(partial, info.nexp, info.nmant)
 
 
 def _total(values: jax.Array) -> jax.Array:
@@ -183,30 +295,30 @@ def _pairwise(fn: Any, terms: "list[jax.Array]") -> jax.Array:
     return terms[0]
 
 
-def _largest(cell: _Cell, magnitude: Any, dtype: Any) -> jax.Array:
-    tops: list[jax.Array] = []
-    for chunk in cell.chunks:
+def _largest(cells: "list[_Cell]", magnitude: Any, dtype: Any) -> jax.Array:
+    def top_of(cell: _Cell, chunk: "list[jax.Array]") -> jax.Array:
         top = _pairwise(jnp.maximum, [magnitude(leaf) for leaf in chunk])
-        keep = bool(cell.kept)
-        tops.append(jnp.max(top, axis=_axes(top, cell.kept), keepdims=keep))
-    top = tops[0] if len(tops) == 1 else jnp.max(jnp.stack(tops), axis=0)
-    # A maximum over devices drops NaN on some platforms: it needs a flag beside.
-    nan = _sum(cell, lambda leaf: jnp.isnan(leaf).astype(dtype))
-    return jnp.stack([top, jnp.minimum(nan, 1)])
+        return jnp.max(top, axis=_axes(top, cell.kept))
+
+    tops = _columns(cells, top_of, largest=True)
+    # A maximum drops NaN on some platforms: it needs a flag beside. A sum of squares
+    # carries it, and no step of it is shared with the maximum, to be kept in memory.
+    nan = jnp.isnan(lax.stop_gradient(_sums(cells, _square(dtype))))
+    return jnp.concatenate([tops, nan.astype(dtype)])
 
 
-def _squares(cells: "list[_Cell]", dtype: Any) -> "list[jax.Array]":
+def _squares(cells: "list[_Cell]", dtype: Any) -> jax.Array:
     leaves = [leaf for cell in cells for chunk in cell.chunks for leaf in chunk]
     if not _needs_range(leaves):
-        return [_ordinary(_sum(cell, _square(dtype))) for cell in cells]
+        return _ordinary(_sums(cells, _square(dtype)))
     chunks = [cell.chunks for cell in cells]
-    kept = [cell.kept for cell in cells]
+    still = [cell._replace(chunks=[]) for cell in cells]
     # On a CPU a branch costs nothing and masks cost much; on a GPU or TPU both
     # sides of a branch would be executed, while masked sums fuse into one read.
     return lax.platform_dependent(
         chunks,
-        cpu=functools.partial(_branched_squares, kept=kept, dtype=dtype),
-        default=functools.partial(_masked_squares, kept=kept, dtype=dtype),
+        cpu=functools.partial(_branched_squares, still=still, dtype=dtype),
+        default=functools.partial(_masked_squares, still=still, dtype=dtype),
     )
 
 
@@ -220,61 +332,67 @@ def _square(dtype: Any, factor: "jax.Array | None" = None) -> Any:
     return square
 
 
-def _ordinary(total: jax.Array) -> jax.Array:
-    zero = jnp.zeros_like(total)
-    return jnp.stack([zero, total, zero])
+def _ordinary(sums: jax.Array) -> jax.Array:
+    """The three slots, shape (3, columns), of sums in range."""
+    zero = jnp.zeros_like(sums)
+    return jnp.concatenate([zero, sums, zero])
 
 
-def _branched_squares(chunks: Any, *, kept: Any, dtype: Any) -> "list[jax.Array]":
-    low, high, _ = _range(dtype)
-    sums = [
-        [_chunk_squares(chunk, None, kept=axes, dtype=dtype) for chunk in cell]
-        for cell, axes in zip(chunks, kept, strict=True)
+def _branched_squares(chunks: Any, *, still: "list[_Cell]", dtype: Any) -> jax.Array:
+    low, high, factor = _range(dtype)
+    cells = _refilled(still, chunks)
+    square = functools.partial(_chunk_squares, dtype=dtype)
+    each = [
+        square(chunk, None, kept=cell.kept, whole=cell.whole)
+        for cell in cells
+        for chunk in cell.chunks
     ]
-    totals = [_together(s) for s in sums]
-    inside = [jnp.all((t >= low) & (t <= high)) for t in totals]
+    sums = _joined([x.reshape(1, -1) for x in each])
+    totals = _by_cell(sums, cells)
 
-    def rescaled(chunks: Any) -> "list[jax.Array]":
-        # A second pass, only in the rare case, with a factor for each chunk (one
-        # shared by all would be broadcast to the size of a leaf, in memory).
-        parts: list[jax.Array] = []
-        for cell_sums, cell, axes in zip(sums, chunks, kept, strict=True):
-            slots = [
-                _rescaled_squares(chunk, s, kept=axes, dtype=dtype)
-                for chunk, s in zip(cell, cell_sums, strict=True)
-            ]
-            parts.append(_together(slots))
-        return parts
+    def again(chunks: Any) -> jax.Array:
+        # A second pass, only in the rare case, with a factor for each chunk that its
+        # plain sum tells (one shared by all would be broadcast to the size of a
+        # leaf, in memory).
+        plain = iter(each)
+        rows = [
+            square(chunk, unit(next(plain)), kept=cell.kept, whole=cell.whole)
+            for cell in _refilled(still, chunks)
+            for chunk in cell.chunks
+        ]
+        scaled, used = _joined([x.reshape(1, -1) for x in rows]), unit(sums)
+        slots = [jnp.where(used == x, scaled, 0) for x in (1 / factor, 1, factor)]
+        return _by_cell(jnp.concatenate(slots), cells)
+
+    def unit(plain: jax.Array) -> jax.Array:
+        plain = lax.stop_gradient(plain)
+        f = jnp.where(plain > high, 1 / factor, jnp.where(plain < low, factor, 1))
+        return f.astype(dtype)
 
     # No collective in either branch, so devices may disagree.
     return lax.cond(
-        functools.reduce(jnp.logical_and, inside),
-        lambda _: [_ordinary(total) for total in totals],
-        rescaled,
+        jnp.all((totals >= low) & (totals <= high)),
+        lambda _: _ordinary(totals),
+        again,
         chunks,
     )
 
 
+def _refilled(still: "list[_Cell]", chunks: Any) -> "list[_Cell]":
+    return [c._replace(chunks=x) for c, x in zip(still, chunks, strict=True)]
+
+
 # jit, so that leaves alike are traced once however many there are.
-@functools.partial(jax.jit, static_argnames=("kept", "dtype"))
+@functools.partial(jax.jit, static_argnames=("kept", "whole", "dtype"))
 def _chunk_squares(
-    chunk: "list[jax.Array]", factor: "jax.Array | None", *, kept: Any, dtype: Any
+    chunk: "list[jax.Array]",
+    factor: "jax.Array | None",
+    *,
+    kept: Any,
+    whole: bool,
+    dtype: Any,
 ) -> jax.Array:
-    (total,) = _sums(_Cell([chunk], kept), _square(dtype, factor))
-    return total
-
-
-@functools.partial(jax.jit, static_argnames=("kept", "dtype"))
-def _rescaled_squares(
-    chunk: "list[jax.Array]", plain: jax.Array, *, kept: Any, dtype: Any
-) -> jax.Array:
-    """The three slots of a chunk, from a factor that its plain sum tells."""
-    low, high, factor = _range(dtype)
-    plain = lax.stop_gradient(plain)
-    f = jnp.where(plain > high, 1 / factor, jnp.where(plain < low, factor, 1))
-    f = f.astype(dtype)
-    again = _chunk_squares(chunk, f, kept=kept, dtype=dtype)
-    return jnp.stack([jnp.where(f == x, again, 0) for x in (1 / factor, 1, factor)])
+    return _chunk_sum(_Cell([chunk], kept, whole), chunk, _square(dtype, factor))
 
 
 @functools.partial(jax.jit, static_argnames=("kept", "dtype"))
@@ -293,16 +411,19 @@ def _chunk_slots(chunk: "list[jax.Array]", *, kept: Any, dtype: Any) -> jax.Arra
             total = total + jnp.where(kind == which, ranged * ranged, 0)
         return total
 
-    cell = _Cell([chunk], kept)
-    slots = [_sums(cell, functools.partial(slot, which=w))[0] for w in range(3)]
-    return jnp.stack(slots)
+    terms = [_pairwise(jnp.add, [slot(leaf, w) for leaf in chunk]) for w in range(3)]
+    sums = [jnp.sum(term, axis=_axes(term, kept)).reshape(-1) for term in terms]
+    return jnp.stack(sums)
 
 
-def _masked_squares(chunks: Any, *, kept: Any, dtype: Any) -> "list[jax.Array]":
-    return [
-        _together([_chunk_slots(chunk, kept=axes, dtype=dtype) for chunk in cell])
-        for cell, axes in zip(chunks, kept, strict=True)
+def _masked_squares(chunks: Any, *, still: "list[_Cell]", dtype: Any) -> jax.Array:
+    cells = _refilled(still, chunks)
+    slots = [
+        _chunk_slots(chunk, kept=cell.kept, dtype=dtype)
+        for cell in cells
+        for chunk in cell.chunks
     ]
+    return _by_cell(_joined(slots), cells)
 
 
 def merge(parts: jax.Array, blocks: "tuple[int, ...]", size: int, order: float) -> Any:
@@ -427,6 +548,27 @@ def _power_of_two(exponent: jax.Array, dtype: Any) -> jax.Array:
     return lax.bitcast_convert_type(biased << info.nmant, dtype)
 
 
+def split(rows: jax.Array, at: "list[int]", *, whole: bool) -> "dict[int, jax.Array]":
+    """Columns of rows, by position; whole as in `local`."""
+
+    def cut(rows: jax.Array) -> "list[jax.Array]":
+        return [lax.index_in_dim(rows, i, 1, keepdims=False) for i in at]
+
+    def cut_apart(rows: jax.Array) -> "list[jax.Array]":
+        # A position fused into the loop over a leaf makes each leaf's code its own,
+        # and compiling slow. What leaves a branch is not fused into anything.
+        return lax.cond(
+            jnp.any(rows != rows[:, :1]), cut, lambda x: [x[:, 0]] * len(at), rows
+        )
+
+    columns = (
+        lax.platform_dependent(rows, cpu=cut_apart, default=cut)
+        if whole and len(at) > 1
+        else cut(rows)
+    )
+    return dict(zip(at, columns, strict=True))
+
+
 @jax.jit
 def scaled(
     leaf: jax.Array, scale: Scale, changes: jax.Array, drops: "jax.Array | None"
@@ -438,8 +580,7 @@ def scaled(
     result is zero whatever the leaf holds.
     """
     dtype = accumulator([leaf.dtype])
-    product = _times(leaf, *(factor.astype(dtype) for factor in scale), changes)
-    return product if drops is None else jnp.where(drops, 0, product)
+    return _times(leaf, *(factor.astype(dtype) for factor in scale), changes, drops)
 
 
 @jax.custom_jvp
@@ -449,42 +590,52 @@ def _times(
     second: jax.Array,
     relative: jax.Array,
     changes: jax.Array,
+    drops: "jax.Array | None",
 ) -> jax.Array:
     """leaf * first * second * exp(relative), where it changes; relative is zero."""
     del relative
     if leaf.dtype != jnp.bfloat16:
-        return _times_plain(leaf, first, second, changes)
+        return _times_plain(leaf, first, second, changes, drops)
     # A NaN of unusual bits must not be carried into infinity by the rounding.
     first = jnp.where(jnp.isnan(first), jnp.nan, first)
     return lax.platform_dependent(
-        leaf, first, second, changes, cpu=_times_in_bits, default=_times_plain
+        leaf, first, second, changes, drops, cpu=_times_in_bits, default=_times_plain
     )
 
 
 @_times.defjvp
 def _times_jvp(primals: Any, tangents: Any) -> Any:
-    leaf, first, second, relative, changes = primals
+    leaf, first, second, relative, changes, drops = primals
     product = _times(*primals)
     every = jnp.ones_like(changes)
     weight = jnp.exp(relative)  # one, and its derivative is that of the divisor
-    by_leaf = _times_plain(tangents[0], first * weight, second, changes)
-    by_first = _times_plain(leaf, tangents[1] * weight, second, every)
-    by_relative = _times_plain(product, tangents[3], jnp.ones_like(second), every)
+    by_leaf = _times_plain(tangents[0], first * weight, second, changes, drops)
+    by_first = _times_plain(leaf, tangents[1] * weight, second, every, drops)
+    by_relative = _times_plain(product, tangents[3], jnp.ones_like(second), every, None)
     return product, by_leaf + jnp.where(changes, by_first + by_relative, 0)
 
 
 def _times_plain(
-    leaf: jax.Array, first: jax.Array, second: jax.Array, changes: jax.Array
+    leaf: jax.Array,
+    first: jax.Array,
+    second: jax.Array,
+    changes: jax.Array,
+    drops: "jax.Array | None",
 ) -> jax.Array:
     # Multiplied, never divided: compilers fuse a multiplication into whatever
     # comes next, and keep the result of a division in memory.
     parts = [part * first * second for part in _parts(leaf, first.dtype)]
     product = parts[0] if len(parts) == 1 else lax.complex(parts[0], parts[1])
-    return jnp.where(changes, product.astype(leaf.dtype), leaf)
+    chosen = jnp.where(changes, product.astype(leaf.dtype), leaf)
+    return chosen if drops is None else jnp.where(drops, 0, chosen)
 
 
 def _times_in_bits(
-    leaf: jax.Array, first: jax.Array, second: jax.Array, changes: jax.Array
+    leaf: jax.Array,
+    first: jax.Array,
+    second: jax.Array,
+    changes: jax.Array,
+    drops: "jax.Array | None",
 ) -> jax.Array:
     """_times_plain for bfloat16, reading, rounding and selecting in integers.
 
@@ -498,6 +649,8 @@ def _times_in_bits(
     word = lax.bitcast_convert_type(product, jnp.uint32)
     word = word + (half + ((word >> 16) & 1))  # to nearest, ties to even
     chosen = jnp.where(changes, word, bits) >> 16
+    if drops is not None:
+        chosen = jnp.where(drops, jnp.uint32(0), chosen)
     return lax.bitcast_convert_type(chosen.astype(jnp.uint16), jnp.bfloat16)
 
 

@@ -215,19 +215,35 @@ def _blocks(
             entries,
             order,
             plan.dtype,
-            pack=_devices.is_local(),
+            whole=_devices.is_local(),
             peaks=pieces,
         )
-        flat: list[jax.Array] = []
-        for entry, part in zip(entries, sums, strict=True):
+        if any(entry.kept for entry in entries):
+            sums = _embedded(sums, entries, arrays, plan)
+        columns.append(_devices.Column(axes, sums))
+        for entry in entries:
             block = plan.blocks[entry.leaves[0]]
-            if entry.kept:
-                part = _devices.embed(part, entry.kept, plan.layouts[entry.leaves[0]])
-            flat.append(part.reshape(part.shape[0], -1))
             places.extend(range(block.start, block.stop()))
-        columns.append(_devices.Column(axes, jnp.concatenate(flat, axis=1)))
     entries_sums, repeated = _devices.reduce(columns, order, watch=plan.watch)
     return _fold.merge(entries_sums, tuple(places), plan.size, order), repeated
+
+
+def _embedded(
+    sums: jax.Array, entries: "list[_fold.Entry]", arrays: "list[jax.Array]", plan: Plan
+) -> jax.Array:
+    """This device's columns of each entry among those of the whole leaf."""
+    start, parts = 0, []
+    for entry in entries:
+        i = entry.leaves[0]
+        kept = [n if d in entry.kept else 1 for d, n in enumerate(arrays[i].shape)]
+        stop = start + math.prod(kept)
+        part = sums[:, start:stop]
+        if entry.kept:
+            part = part.reshape(-1, *kept)
+            part = _devices.embed(part, entry.kept, plan.layouts[i])
+        parts.append(part.reshape(len(sums), -1))
+        start = stop
+    return jnp.concatenate(parts, axis=1)
 
 
 def _classes(plan: Plan) -> "dict[Any, list[_fold.Entry]]":
@@ -249,13 +265,18 @@ def _at(peaks: jax.Array, plan: Plan, entry: _fold.Entry) -> jax.Array:
     i = entry.leaves[0]
     block, layout = plan.blocks[i], plan.layouts[i]
     peak = peaks[0, block.start : block.stop()].reshape(block.shape)
-    return _devices.piece(peak, layout, inside=True)
+    return _devices.piece(peak, layout)
 
 
-def spread(values: jax.Array, *, plan: Plan, i: int) -> jax.Array:
-    """The entries of a vector of blocks that belong to leaf i, to broadcast to it."""
-    block = plan.blocks[i]
-    if not block.shape:
-        return lax.index_in_dim(values, block.start, keepdims=False)
-    whole = values[block.start : block.stop()].reshape(block.shape)
-    return _devices.piece(whole, plan.layouts[i], inside=False)
+def spread(rows: jax.Array, *, plan: Plan, leaves: int) -> "list[list[jax.Array]]":
+    """What rows, shape (rows, blocks), say of each leaf, to broadcast to it."""
+    single = [block.start for block in plan.blocks[:leaves] if not block.shape]
+    columns = _fold.split(rows, list(dict.fromkeys(single)), whole=_devices.is_local())
+    spread: list[list[jax.Array]] = []
+    for block, layout in zip(plan.blocks[:leaves], plan.layouts, strict=False):
+        if not block.shape:
+            spread.append(list(columns[block.start]))
+            continue
+        whole = rows[:, block.start : block.stop()].reshape(-1, *block.shape)
+        spread.append([_devices.piece(x, layout) for x in whole])
+    return spread

@@ -296,15 +296,28 @@ def _apply(
 ) -> "list[jax.Array]":
     # Stacked behind a barrier: a compiler would otherwise work out all scales anew
     # in each leaf's loop, and take minutes to write that down.
-    drops = outcome.changes if outcome.drops is None else outcome.drops
-    rows = [*outcome.scale, outcome.changes, drops]
+    rows = [*outcome.scale, outcome.changes]
+    if outcome.drops is not None:
+        rows.append(outcome.drops)
     dtype = outcome.scale.first.dtype
-    rows = list(lax.optimization_barrier(jnp.stack([r.astype(dtype) for r in rows])))
+    stacked = lax.optimization_barrier(jnp.stack([row.astype(dtype) for row in rows]))
+    here = functools.partial(_apply_here, plan=plan)
+    if not any(block.shape for block in plan.blocks):
+        return here(arrays, stacked)
+    # Scales along a leaf are cut as the leaf is; XLA would rather move the leaf.
+    layouts = plan.layouts[: len(arrays)]
+    return _devices.manually(here, arrays, layouts, stacked, as_leaves=True)
+
+
+def _apply_here(
+    arrays: "list[jax.Array]", rows: jax.Array, *, plan: _measure.Plan
+) -> "list[jax.Array]":
     scaled: list[jax.Array] = []
-    for i, leaf in enumerate(arrays):
-        own = [_measure.spread(row, plan=plan, i=i) for row in rows]
-        drop = None if outcome.drops is None else own[4] > 0
-        scaled.append(_fold.scaled(leaf, _fold.Scale(*own[:3]), own[3] > 0, drop))
+    spread = _measure.spread(rows, plan=plan, leaves=len(arrays))
+    for leaf, own in zip(arrays, spread, strict=True):
+        scale, changes = _fold.Scale(*own[:3]), own[3] > 0
+        drops = own[4] > 0 if len(own) > 4 else None
+        scaled.append(_fold.scaled(leaf, scale, changes, drops))
     return scaled
 
 

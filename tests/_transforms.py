@@ -209,6 +209,12 @@ def having(**wanted: Any) -> list[Row]:
     return [row for row in FOUND if fits(row)]
 
 
+def one_of_a_kind(rows: Sequence[Row]) -> list[Row]:
+    """One row for each way to share a norm and to scale by it."""
+    kinds = {(row.blocks, row.kind, row.rms, row.memory): row for row in reversed(rows)}
+    return list(kinds.values())[::-1]
+
+
 def taking(option: str, **wanted: Any) -> list[Row]:
     """The rows whose factory has an option of this name."""
     return [row for row in having(**wanted) if row.takes(option)]

@@ -15,24 +15,15 @@ OURS = ("clip, adam", "unit norm, adam")
 SMALL = 128  # of this side leaves compile faster; what is sent does not depend on it
 
 COUNTED = [
+    *(c.Case(t, step, mode, 4) for t in TARGETS for step in OURS for mode in ONE),
+    *(c.Case(t, OURS[0], mode, 4, "bfloat16") for t in TARGETS for mode in ONE),
     *(
-        c.Case(target, step, mode, 4, dtype)
-        for target in TARGETS
-        for step in OURS
-        for mode in ONE
-        for dtype in DTYPES
+        c.Case(t, OURS[0], mode, 40, dtype)
+        for t in TARGETS
+        for mode, dtype in zip(ONE, ("float32", "bfloat16", "bfloat16"), strict=True)
     ),
-    *(
-        c.Case(target, "clip, adam", mode, 40, dtype)
-        for target in TARGETS
-        for mode in ONE
-        for dtype in DTYPES
-    ),
-    *(
-        c.Case(target, "clip, adam", mode, 300, dtype, SMALL)
-        for target in TARGETS
-        for mode, dtype in (("shard_map", "float32"), ("explicit", "bfloat16"))
-    ),
+    c.Case("tpu", OURS[0], "shard_map", 300, "float32", SMALL),
+    c.Case("gpu", OURS[0], "explicit", 300, "bfloat16", SMALL),
 ]
 
 
@@ -60,9 +51,14 @@ def test_automatic_axes_send_no_more_than_optax(target: str, dtype: str) -> None
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", ["shard_map", "explicit", "auto"])
 def test_bytes_moved_on_the_gpu(mode: str, dtype: str, leaves: int) -> None:
-    """The gradients are read once more than adam alone reads them, and that is all."""
-    adam = c.report(c.Case("gpu", "adam", "shard_map", leaves, dtype))
-    ours = c.report(c.Case("gpu", "clip, adam", mode, leaves, dtype))
+    """The gradients are read once more than adam alone reads them, and that is all.
+
+    Leaves are large, since the partial sums of their squares, which each group of
+    threads leaves behind, are counted too.
+    """
+    side = 4096
+    adam = c.report(c.Case("gpu", "adam", "shard_map", leaves, dtype, side))
+    ours = c.report(c.Case("gpu", "clip, adam", mode, leaves, dtype, side))
     assert round(adam.moved, 2) == 7.00
     assert round(ours.moved, 2) == 8.00
 
@@ -79,11 +75,10 @@ def test_bytes_moved_on_the_tpu(mode: str) -> None:
     assert round(ours.accessed, 2) == round(theirs.accessed, 2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_leaves_that_fit_on_chip_are_read_no_more_often(dtype: str) -> None:
+def test_leaves_that_fit_on_chip_are_read_no_more_often() -> None:
     """At most once more than by adam alone."""
-    adam = c.report(c.Case("tpu", "adam", "shard_map", 40, dtype))
-    ours = c.report(c.Case("tpu", "clip, adam", "shard_map", 40, dtype))
+    adam = c.report(c.Case("tpu", "adam", "shard_map"))
+    ours = c.report(c.Case("tpu", "clip, adam", "shard_map"))
     assert ours.moved <= adam.moved + 1.005
 
 

@@ -105,11 +105,11 @@ def test_float16_squares_overflow() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_running_sum_in_half_precision(dtype: str) -> None:
-    """400 leaves of norm 1 have norm 20, and not the 16 at which bfloat16 sticks."""
-    grads = [jnp.ones(1, dtype) for _ in range(400)]
+    """300 leaves of norm 1: a running sum of squares in bfloat16 sticks at 256."""
+    grads = [jnp.ones(1, dtype) for _ in range(300)]
     step = jax.jit(oun.normalize_grad_norm)
     updates, norm = step(grads)
-    h.assert_norm(norm, 20.0)
+    h.assert_norm(norm, math.sqrt(300))
     assert total(updates) == pytest.approx(1.0, rel=5e-3)
 
 
@@ -260,7 +260,7 @@ def test_one_wild_tensor_does_not_starve_the_rest() -> None:
 @pytest.mark.parametrize("bad", [-1.0, np.float32(-0.5), -math.inf, -1])
 def test_negative_threshold_is_refused(make: Any, bad: float) -> None:
     """It would flip the sign of every update."""
-    with pytest.raises(ValueError, match=rf"must be >= 0; got {re.escape(repr(bad))}"):
+    with pytest.raises(ValueError, match=rf"must be >= 0; got {float(bad):g}"):
         make(bad)
 
 

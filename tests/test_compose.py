@@ -12,18 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _transforms import FOUND, GRADS, PARAMS, Row, binding, expected, having
+from _transforms import FOUND, GRADS, PARAMS, Row, binding, expected, one_of_a_kind
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_unitnorm as oun
 
-each_transform = pytest.mark.parametrize("row", FOUND, ids=[r.name for r in FOUND])
-WITHOUT_MEMORY = having(memory=False)
-each_rule = pytest.mark.parametrize(
-    "row", WITHOUT_MEMORY, ids=[r.name for r in WITHOUT_MEMORY]
-)
+# One transform of each kind, since composition is no matter of the formula.
+KINDS = one_of_a_kind(FOUND)
+PLAIN = [row for row in KINDS if not row.memory]
+each_kind = pytest.mark.parametrize("row", KINDS, ids=[r.name for r in KINDS])
+each_rule = pytest.mark.parametrize("row", PLAIN, ids=[r.name for r in PLAIN])
 
 REAL = {"a": GRADS["w"], "b": {"c": GRADS["b"], "d": GRADS["s"]}}
 HELD = {"a": PARAMS["w"], "b": {"c": PARAMS["b"], "d": PARAMS["s"]}}
@@ -32,7 +32,7 @@ HELD = {"a": PARAMS["w"], "b": {"c": PARAMS["b"], "d": PARAMS["s"]}}
 # ------------------------------------------------------------------ optax
 
 
-@each_transform
+@each_kind
 def test_chain(row: Row) -> None:
     """Before and after others, in one jitted step that keeps every type."""
     thresholds = binding(row)
@@ -45,7 +45,7 @@ def test_chain(row: Row) -> None:
     chex.assert_trees_all_equal_dtypes(optax.apply_updates(HELD, updates), HELD)
 
 
-@each_transform
+@each_kind
 def test_masked_twice(row: Row) -> None:
     """Only what both masks choose counts; the rest is optax.MaskedNode inside."""
     thresholds = binding(row)
@@ -67,7 +67,7 @@ def _without_d(grads: Any, thresholds: Any, params: Any) -> tuple[Any, Any, Any]
     return left[0], thresholds, left[1]
 
 
-@each_transform
+@each_kind
 def test_partition(row: Row) -> None:
     """One transform a label, each with the leaves of its own."""
     thresholds = binding(row)
@@ -81,7 +81,7 @@ def test_partition(row: Row) -> None:
     h.assert_same_bits(updates["b"], jax.tree.map(jnp.zeros_like, REAL["b"]))
 
 
-@each_transform
+@each_kind
 def test_multisteps(row: Row) -> None:
     """Accumulated over two steps, then scaled once, with bfloat16 leaves."""
     tx = optax.MultiSteps(row.make(*binding(row)), 2)

@@ -1,5 +1,6 @@
 """The norm itself: any number of elements, cut anyhow, of any order and magnitude."""
 
+import functools
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import optax_unitnorm as oun
+from optax_unitnorm import _fold
 
 MILLIONS = 10_000_000
 ORDERS = (1, 1.5, 2, 2.5, 3, 10, 50, math.inf)
@@ -139,3 +141,26 @@ def test_float64() -> None:
 def test_eager_as_compiled() -> None:
     tree = [h.draw(1, (30,), top=90), h.draw(2, (30,), "bfloat16")]
     h.assert_norm(oun.global_norm(tree), h.tree_norm(tree))
+
+
+SMALL_SHAPES = [(64, 33), (4095,), (16, 16, 3, 3), (2,) * 11, (1, 2047, 2)]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("shape", SMALL_SHAPES, ids=str)
+def test_sums_of_equal_numbers(shape: tuple[int, ...], whole: bool) -> None:
+    """Their roundings all go one way, which a long chain of additions shows."""
+    total = jax.jit(
+        functools.partial(
+            _fold.local,
+            entries=[_fold.Entry((0,))],
+            order=2,
+            dtype=jnp.float32,
+            whole=whole,
+        )
+    )
+    for value in (1.1, 1.3, 1.9):
+        for dtype in (jnp.float32, jnp.bfloat16):
+            x = jnp.full(shape, value, dtype)
+            wanted = float(x.reshape(-1)[0]) ** 2 * x.size
+            assert float(total([x])[1, 0]) == pytest.approx(wanted, rel=8 * h.EPS32)
