@@ -154,7 +154,7 @@ def test_sums_of_equal_numbers(shape: tuple[int, ...], whole: bool) -> None:
         functools.partial(
             _fold.local,
             entries=[_fold.Entry((0,))],
-            order=2,
+            order=2.0,
             dtype=jnp.float32,
             whole=whole,
         )
