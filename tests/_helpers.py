@@ -252,7 +252,7 @@ TREES: dict[str, Any] = {
 }
 
 
-MANY = hypothesis.settings.default.max_examples > 20
+MANY = hypothesis.settings.default.max_examples > 10
 KINDS = tuple(TREES) if MANY else tuple(TREES)[:1]
 
 
