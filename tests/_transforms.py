@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import optax_unitnorm as oun
 
@@ -213,6 +214,20 @@ def one_of_a_kind(rows: Sequence[Row]) -> list[Row]:
     """One row for each way to share a norm and to scale by it."""
     kinds = {(row.blocks, row.kind, row.rms, row.memory): row for row in reversed(rows)}
     return list(kinds.values())[::-1]
+
+
+def some_slow(rows: Sequence[Row]) -> pytest.MarkDecorator:
+    """One row for each scope by default, with and without memory; others are slow."""
+    first = {(row.blocks, row.memory): row.name for row in reversed(rows)}
+    params = [
+        pytest.param(
+            row,
+            id=row.name,
+            marks=() if row.name in first.values() else pytest.mark.slow,
+        )
+        for row in rows
+    ]
+    return pytest.mark.parametrize("row", params)
 
 
 def taking(option: str, **wanted: Any) -> list[Row]:

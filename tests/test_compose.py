@@ -12,7 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _transforms import FOUND, GRADS, PARAMS, Row, binding, expected, one_of_a_kind
+from _transforms import (
+    FOUND,
+    GRADS,
+    PARAMS,
+    Row,
+    binding,
+    expected,
+    one_of_a_kind,
+    some_slow,
+)
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -22,8 +31,8 @@ import optax_unitnorm as oun
 # One transform of each kind, since composition is no matter of the formula.
 KINDS = one_of_a_kind(FOUND)
 PLAIN = [row for row in KINDS if not row.memory]
-each_kind = pytest.mark.parametrize("row", KINDS, ids=[r.name for r in KINDS])
-each_rule = pytest.mark.parametrize("row", PLAIN, ids=[r.name for r in PLAIN])
+each_kind = some_slow(KINDS)
+each_rule = some_slow(PLAIN)
 
 REAL = {"a": GRADS["w"], "b": {"c": GRADS["b"], "d": GRADS["s"]}}
 HELD = {"a": PARAMS["w"], "b": {"c": PARAMS["b"], "d": PARAMS["s"]}}

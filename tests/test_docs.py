@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import functools
 import inspect
 import pathlib
 import re
@@ -43,6 +44,7 @@ def named_tests(promise: str) -> list[tuple[str, str]]:
     return pairs
 
 
+@functools.cache
 def functions_in(file: str) -> set[str]:
     path = TESTS / file
     tree = ast.parse(path.read_text() if path.exists() else "")

@@ -243,7 +243,13 @@ FACTORS = 1.0, 2.0, 40.0, 1.0, np.nan, 1.0, 0.5, 60.0, 1.0, np.nan, 2.0, 1.0
 SAVE_AT = 5
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=() if n in ("ema", "skip") else pytest.mark.slow)
+        for n in CHAINS
+    ],
+)
 def test_orbax_continues_bit_for_bit(name: str, tmp_path: pathlib.Path) -> None:
     """Saved in the loop, restored into a new optimizer, it never knew of the stop."""
     tx = CHAINS[name]()

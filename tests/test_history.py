@@ -356,7 +356,12 @@ def memory_of(state: Any) -> Any:
 
 @each_rule
 @pytest.mark.parametrize(
-    ("at", "bad"), [(0, math.nan), (2, -math.inf), (6, math.inf), (11, math.nan)]
+    ("at", "bad"),
+    [(0, math.nan), (6, math.inf)]
+    + [
+        pytest.param(*p, marks=pytest.mark.slow)
+        for p in [(2, -math.inf), (11, math.nan)]
+    ],
 )
 def test_one_nan_changes_nothing_after_it(name: str, at: int, bad: float) -> None:
     """Before, in and after the warm-up: the run goes on as if it had not been."""

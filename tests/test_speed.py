@@ -34,6 +34,12 @@ OURS = GLOBAL | {
 }
 
 
+each_global = pytest.mark.parametrize(
+    "name",
+    ["clip", *(pytest.param(n, marks=pytest.mark.slow) for n in ("unit", "soft"))],
+)
+
+
 def allowed(leaves: int) -> int:
     """Bytes of temporaries: the promise of the package for float32."""
     return 4096 + 128 * leaves
@@ -139,7 +145,13 @@ def _renamed(text: str) -> str:
 
 
 # ---------------------------------------------------------------- temporaries
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow if n in ("unit", "soft") else ())
+        for n in OURS
+    ],
+)
 def test_step_keeps_no_copy(name: str) -> None:
     """Nothing is written between the norm and adam.
 
@@ -151,7 +163,7 @@ def test_step_keeps_no_copy(name: str) -> None:
     assert temporaries(program) <= allowed(len(grads))
 
 
-@pytest.mark.parametrize("name", ["clip", "unit", "leaf", "zero"])
+@pytest.mark.parametrize("name", ["clip", "leaf", "zero"])
 def test_bfloat16_step_keeps_no_copy(name: str) -> None:
     """Fails if the leaf is read, rounded or selected in any other than integers."""
     grads = large("bfloat16")
@@ -175,7 +187,7 @@ def test_temporaries_are_seen() -> None:
 
 # ---------------------------------------------------------------- passes
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", GLOBAL)
+@each_global
 def test_one_read_more_than_adam(name: str, dtype: str) -> None:
     """The norm reads each gradient once, and scaling it is part of adam's own reads.
 
@@ -212,7 +224,7 @@ def test_second_pass_is_a_branch() -> None:
 
 
 # ---------------------------------------------------------------- small leaves
-@pytest.mark.parametrize("name", GLOBAL)
+@each_global
 def test_small_leaves_keep_no_copy(name: str) -> None:
     """Fails if each leaf is reduced by itself or all are joined: both copy them."""
     grads = small(128)
@@ -220,7 +232,7 @@ def test_small_leaves_keep_no_copy(name: str) -> None:
     assert temporaries(program) <= allowed(len(grads))
 
 
-@pytest.mark.parametrize("name", GLOBAL)
+@each_global
 def test_small_leaves_add_no_calls(name: str) -> None:
     """64 leaves more add the calls that adam adds, and one sum.
 

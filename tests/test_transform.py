@@ -336,9 +336,7 @@ def test_schedule_of_optax() -> None:
 # ------------------------------------------------------------------ sharded_over
 
 
-@pytest.mark.parametrize(
-    "axes", ["auto", None, "i", ("i", "j"), P(), P("i"), {"wild": P("i"), "rest": P()}]
-)
+@pytest.mark.parametrize("axes", ["auto", ("i", "j"), {"wild": P("i"), "rest": P()}])
 def test_names_outside_a_mapped_region(axes: Any) -> None:
     """They are ignored, so that one optimizer works inside and outside."""
     for tx in (
