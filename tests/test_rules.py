@@ -185,10 +185,11 @@ def test_param_norm_like_optax(dtype: str) -> None:
         (4, 3),
         (2, 3, 4),
         (2, 2, 3, 4),
-        (2, 1, 2, 3, 4),
         (1, 5),
         (3, 1),
     ]
+    if optax.__version__ > "0.2.6":  # where rank 5 came
+        shapes.append((2, 1, 2, 3, 4))
     grads = [h.draw(i, s, dtype) for i, s in enumerate(shapes)]
     params = [h.draw(i + 50, s, dtype, top=-2) for i, s in enumerate(shapes)]
     ours, _ = jax.jit(oun.clip_by_param_norm(0.1).update)(grads, None, params)
