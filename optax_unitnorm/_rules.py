@@ -25,9 +25,11 @@ def unit(*, rms: bool = False) -> Rule:
         # The root mean square is norm / sqrt(size): its size goes to the other
         # side, where it cannot underflow.
         factor = jnp.sqrt(norms.size) if rms else jnp.ones_like(norms.block)
-        den = jnp.maximum(norms.block, floor * factor)
+        low = norms.block < floor * factor
+        num = jnp.where(low, 1, factor)
+        den = jnp.where(low, floor, norms.block)
         some = norms.block > 0
-        return Decision(factor, jnp.where(some, den, 1), some, jnp.zeros((), bool))
+        return Decision(num, jnp.where(some, den, 1), some, jnp.zeros((), bool))
 
     return rule
 

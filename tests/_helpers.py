@@ -43,7 +43,7 @@ ELEMENT_ATOL = {
     "bfloat16": TINY32,
     "float32": TINY32,
     "float64": TINY32 * EPS64,
-    "complex64": TINY32,
+    "complex64": TINY32 * 2**0.5,  # in both parts
     "complex128": TINY32 * EPS64,
 }
 # Derivatives subtract numbers of equal size: errors are measured against the largest

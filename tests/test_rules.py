@@ -256,3 +256,10 @@ def test_value_state() -> None:
     for step in range(3):
         updates, state = scheduled.update(jnp.full(2, 5.0), state)
         h.assert_close(updates, np.full(2, 1 / (step + 1)))
+
+
+def test_floor_of_a_large_leaf() -> None:
+    """floor * sqrt(size) may be beyond float32 where the scale is not."""
+    grads = jnp.full(12, 3e4)
+    tx = oun.normalize_to_unit_leaf_rms(min_norm=2e38)
+    h.assert_close(tx.update(grads, None)[0], np.full(12, 3e4 / 2e38))
