@@ -397,23 +397,28 @@ def _chunk_squares(
 
 @functools.partial(jax.jit, static_argnames=("kept", "dtype"))
 def _chunk_slots(chunk: "list[jax.Array]", *, kept: Any, dtype: Any) -> jax.Array:
+    sums: list[jax.Array] = []
+    for which in range(3):
+        slots = [_slot(leaf, which=which, dtype=dtype) for leaf in chunk]
+        term = _pairwise(jnp.add, slots)
+        sums.append(jnp.sum(term, axis=_axes(term, kept)).reshape(-1))
+    return jnp.stack(sums)
+
+
+@functools.partial(jax.jit, static_argnames=("which", "dtype"))
+def _slot(leaf: jax.Array, *, which: int, dtype: Any) -> jax.Array:
+    """The squares that one slot takes, zero elsewhere."""
     low, high, factor = _range(dtype)
     large, small = math.sqrt(high), math.sqrt(low) * 2.0**-20
-
-    def slot(leaf: jax.Array, which: int) -> jax.Array:
-        total = jnp.zeros((), dtype)
-        for part in _parts(leaf, dtype):
-            size = jnp.abs(part)
-            kind = jnp.where(size >= large, 0, jnp.where(size < small, 2, 1))
-            # One select, then one square: nothing for a compiler to fold back.
-            raised = jnp.where(kind == 2, part * factor, part)
-            ranged = jnp.where(kind == 0, part * (1 / factor), raised)
-            total = total + jnp.where(kind == which, ranged * ranged, 0)
-        return total
-
-    terms = [_pairwise(jnp.add, [slot(leaf, w) for leaf in chunk]) for w in range(3)]
-    sums = [jnp.sum(term, axis=_axes(term, kept)).reshape(-1) for term in terms]
-    return jnp.stack(sums)
+    total = jnp.zeros((), dtype)
+    for part in _parts(leaf, dtype):
+        size = jnp.abs(part)
+        kind = jnp.where(size >= large, 0, jnp.where(size < small, 2, 1))
+        # One select, then one square: nothing for a compiler to fold back.
+        raised = jnp.where(kind == 2, part * factor, part)
+        ranged = jnp.where(kind == 0, part * (1 / factor), raised)
+        total = total + jnp.where(kind == which, ranged * ranged, 0)
+    return total
 
 
 def _masked_squares(chunks: Any, *, still: "list[_Cell]", dtype: Any) -> jax.Array:

@@ -272,10 +272,12 @@ def spread(rows: jax.Array, *, plan: Plan, leaves: int) -> "list[list[jax.Array]
     """What rows, shape (rows, blocks), say of each leaf, to broadcast to it."""
     single = [block.start for block in plan.blocks[:leaves] if not block.shape]
     columns = _fold.split(rows, list(dict.fromkeys(single)), whole=_devices.is_local())
+    # Taken apart once a block, not once a leaf: tracing is what small leaves cost.
+    shared = {start: list(column) for start, column in columns.items()}
     spread: list[list[jax.Array]] = []
     for block, layout in zip(plan.blocks[:leaves], plan.layouts, strict=False):
         if not block.shape:
-            spread.append(list(columns[block.start]))
+            spread.append(shared[block.start])
             continue
         whole = rows[:, block.start : block.stop()].reshape(-1, *block.shape)
         spread.append([_devices.piece(x, layout) for x in whole])

@@ -314,10 +314,12 @@ def _apply_here(
 ) -> "list[jax.Array]":
     scaled: list[jax.Array] = []
     spread = _measure.spread(rows, plan=plan, leaves=len(arrays))
+    known: dict[int, Any] = {}  # leaves of one block share their list
     for leaf, own in zip(arrays, spread, strict=True):
-        scale, changes = _fold.Scale(*own[:3]), own[3] > 0
-        drops = own[4] > 0 if len(own) > 4 else None
-        scaled.append(_fold.scaled(leaf, scale, changes, drops))
+        if id(own) not in known:
+            drops = own[4] > 0 if len(own) > 4 else None
+            known[id(own)] = _fold.Scale(*own[:3]), own[3] > 0, drops
+        scaled.append(_fold.scaled(leaf, *known[id(own)]))
     return scaled
 
 
