@@ -128,7 +128,7 @@ def local(
     An entry has a column, or one for each position along the axes it keeps.
 
     whole: whether the leaves certainly lie on one device each. Only then are
-      small ones of one shape added elementwise first.
+      small ones of one shape added elementwise first, and summed a few at a time.
     peaks: for orders other than 1, 2 and inf, the largest magnitude of each
       entry's block, as `order=inf` found it.
     """
@@ -262,6 +262,7 @@ def _shortened(chunk: "list[jax.Array]") -> "list[jax.Array]":
 
 def _lane_sum(term: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """The same in one reduction, where each may cost a collective."""
+    # XLA cuts an axis into windows of 32: the chain is as long as a window is large.
     if math.prod(min(term.shape[a], 32) for a in axes) <= 64:
         return jnp.sum(term, axis=axes, keepdims=True)
     lane = lax.iota(jnp.int32, term.size).reshape(*term.shape, 1) % _LANES
