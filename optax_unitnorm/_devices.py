@@ -288,7 +288,9 @@ def is_local() -> bool:
     """
     mesh = jax.sharding.get_abstract_mesh()
     whole = bool(mesh.axis_types) and all(t == AxisType.Manual for t in mesh.axis_types)
-    return whole or jax.device_count() == 1
+    # A program may be compiled here for a mesh of devices that are elsewhere.
+    alone = jax.device_count() == 1 and math.prod(mesh.axis_sizes) == 1
+    return whole or alone
 
 
 # ---------------------------------------------------------------- nested region

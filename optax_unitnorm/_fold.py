@@ -33,8 +33,22 @@ class Entry(NamedTuple):
 # Below this size XLA's CPU reductions write their operand to memory first, and a
 # leaf costs a kernel or three whatever its bytes.
 SMALL = 4096
-# Leaves of one shape are added elementwise, so many at a time, and summed once.
-CHUNK = 64
+# Below this size XLA's GPU compiler does not fuse three sums of a leaf into one read.
+MEDIUM = 2**20
+
+
+class _Packing(NamedTuple):
+    """Leaves of one shape are added elementwise, to be summed once.
+
+    below: of fewer elements than so many. together: at most so many leaves.
+    """
+
+    below: int
+    together: int
+
+
+_PACKED_ON_CPU = _Packing(SMALL, 64)
+_PACKED_ELSEWHERE = _Packing(MEDIUM, 16)  # more would not fuse
 
 
 def accumulator(dtypes: Any) -> Any:
@@ -96,20 +110,25 @@ class _Cell(NamedTuple):
     whole: bool
 
 
-def _cell(leaves: "list[jax.Array]", entry: Entry, whole: bool) -> _Cell:
+def _cell(
+    leaves: "list[jax.Array]",
+    entry: Entry,
+    whole: bool,
+    packing: _Packing = _PACKED_ON_CPU,
+) -> _Cell:
     alike: dict[Any, list[jax.Array]] = {}
     for i in entry.leaves:
         leaf = leaves[i]
-        packable = whole and leaf.size < SMALL
+        packable = whole and leaf.size < packing.below
         key = (leaf.shape, leaf.dtype) if packable else i
         alike.setdefault(key, []).append(leaf)
-    chunks = [chunk for group in alike.values() for chunk in _chunks(group)]
-    return _Cell(chunks, entry.kept, whole)
+    groups = [_chunks(group, packing.together) for group in alike.values()]
+    return _Cell([chunk for group in groups for chunk in group], entry.kept, whole)
 
 
-def _chunks(group: "list[jax.Array]") -> "list[list[jax.Array]]":
-    """At most CHUNK in each, and of few lengths, since each is traced once."""
-    number = -(-len(group) // CHUNK)
+def _chunks(group: "list[jax.Array]", most: int) -> "list[list[jax.Array]]":
+    """At most so many in each, and of few lengths, since each is traced once."""
+    number = -(-len(group) // most)
     length = -(-len(group) // number)
     return [group[i : i + length] for i in range(0, len(group), length)]
 
@@ -135,7 +154,8 @@ def local(
     cells = [_cell(leaves, entry, whole) for entry in entries]
     magnitude = functools.partial(_magnitude, dtype=dtype)
     if order == 2:
-        return _squares(cells, dtype)
+        packed = [_cell(leaves, entry, whole, _PACKED_ELSEWHERE) for entry in entries]
+        return _squares(cells, packed, dtype)
     if order == math.inf:
         return _largest(cells, magnitude, dtype)
     if order == 1:
@@ -244,6 +264,7 @@ def _short_sum(term: jax.Array, axes: tuple[int, ...], *, whole: bool) -> jax.Ar
 
 
 _FEW = 16
+_ROW = 128
 _LANES = 31  # prime, so that no axis falls into step with them
 
 
@@ -308,18 +329,17 @@ def _largest(cells: "list[_Cell]", magnitude: Any, dtype: Any) -> jax.Array:
     return jnp.concatenate([tops, nan.astype(dtype)])
 
 
-def _squares(cells: "list[_Cell]", dtype: Any) -> jax.Array:
+def _squares(cells: "list[_Cell]", packed: "list[_Cell]", dtype: Any) -> jax.Array:
     leaves = [leaf for cell in cells for chunk in cell.chunks for leaf in chunk]
     if not _needs_range(leaves):
         return _ordinary(_sums(cells, _square(dtype)))
-    chunks = [cell.chunks for cell in cells]
-    still = [cell._replace(chunks=[]) for cell in cells]
     # On a CPU a branch costs nothing and masks cost much; on a GPU or TPU both
     # sides of a branch would be executed, while masked sums fuse into one read.
     return lax.platform_dependent(
-        chunks,
-        cpu=functools.partial(_branched_squares, still=still, dtype=dtype),
-        default=functools.partial(_masked_squares, still=still, dtype=dtype),
+        [cell.chunks for cell in cells],
+        [cell.chunks for cell in packed],
+        cpu=lambda chunks, _: _branched_squares(_refilled(cells, chunks), dtype),
+        default=lambda _, chunks: _masked_squares(_refilled(packed, chunks), dtype),
     )
 
 
@@ -339,9 +359,8 @@ def _ordinary(sums: jax.Array) -> jax.Array:
     return jnp.concatenate([zero, sums, zero])
 
 
-def _branched_squares(chunks: Any, *, still: "list[_Cell]", dtype: Any) -> jax.Array:
+def _branched_squares(cells: "list[_Cell]", dtype: Any) -> jax.Array:
     low, high, factor = _range(dtype)
-    cells = _refilled(still, chunks)
     square = functools.partial(_chunk_squares, dtype=dtype)
     each = [
         square(chunk, None, kept=cell.kept, whole=cell.whole)
@@ -358,7 +377,7 @@ def _branched_squares(chunks: Any, *, still: "list[_Cell]", dtype: Any) -> jax.A
         plain = iter(each)
         rows = [
             square(chunk, unit(next(plain)), kept=cell.kept, whole=cell.whole)
-            for cell in _refilled(still, chunks)
+            for cell in _refilled(cells, chunks)
             for chunk in cell.chunks
         ]
         scaled, used = _joined([x.reshape(1, -1) for x in rows]), unit(sums)
@@ -375,12 +394,12 @@ def _branched_squares(chunks: Any, *, still: "list[_Cell]", dtype: Any) -> jax.A
         jnp.all((totals >= low) & (totals <= high)),
         lambda _: _ordinary(totals),
         again,
-        chunks,
+        [cell.chunks for cell in cells],
     )
 
 
-def _refilled(still: "list[_Cell]", chunks: Any) -> "list[_Cell]":
-    return [c._replace(chunks=x) for c, x in zip(still, chunks, strict=True)]
+def _refilled(cells: "list[_Cell]", chunks: Any) -> "list[_Cell]":
+    return [c._replace(chunks=x) for c, x in zip(cells, chunks, strict=True)]
 
 
 # jit, so that leaves alike are traced once however many there are.
@@ -396,14 +415,40 @@ def _chunk_squares(
     return _chunk_sum(_Cell([chunk], kept, whole), chunk, _square(dtype, factor))
 
 
-@functools.partial(jax.jit, static_argnames=("kept", "dtype"))
-def _chunk_slots(chunk: "list[jax.Array]", *, kept: Any, dtype: Any) -> jax.Array:
-    sums: list[jax.Array] = []
-    for which in range(3):
-        slots = [_slot(leaf, which=which, dtype=dtype) for leaf in chunk]
-        term = _pairwise(jnp.add, slots)
-        sums.append(jnp.sum(term, axis=_axes(term, kept)).reshape(-1))
-    return jnp.stack(sums)
+@functools.partial(jax.jit, static_argnames=("kept", "whole", "dtype"))
+def _chunk_slots(
+    chunk: "list[jax.Array]", *, kept: Any, whole: bool, dtype: Any
+) -> "list[jax.Array]":
+    """The sums of the three slots, each of shape (1, columns)."""
+    terms = [
+        _pairwise(jnp.add, [_slot(leaf, which=which, dtype=dtype) for leaf in chunk])
+        for which in range(3)
+    ]
+    plain = functools.partial(_plain_sums, axes=_axes(terms[0], kept))
+    if kept or terms[0].size >= MEDIUM:
+        return plain(terms)
+    return lax.platform_dependent(
+        terms, tpu=plain, default=_row_sums if whole else _stacked_sums
+    )
+
+
+def _plain_sums(terms: "list[jax.Array]", axes: tuple[int, ...]) -> "list[jax.Array]":
+    return [jnp.sum(term, axis=axes).reshape(1, -1) for term in terms]
+
+
+def _row_sums(terms: "list[jax.Array]") -> "list[jax.Array]":
+    """In two steps: on GPUs XLA fuses three sums of a medium leaf only so."""
+    rows = -(-terms[0].size // _ROW)
+    rest = rows * _ROW - terms[0].size
+    flat = [jnp.pad(term.reshape(-1), (0, rest)).reshape(rows, _ROW) for term in terms]
+    sums = _kept_apart(jnp.stack([jnp.sum(term, axis=1) for term in flat]))
+    return list(jnp.sum(sums, axis=1).reshape(3, 1, 1))
+
+
+def _stacked_sums(terms: "list[jax.Array]") -> "list[jax.Array]":
+    """The same where a leaf may lie on many devices, and must not be reshaped."""
+    sums = jnp.sum(jnp.stack(terms, axis=-1), axis=range(terms[0].ndim))
+    return list(sums.reshape(3, 1, 1))
 
 
 @functools.partial(jax.jit, static_argnames=("which", "dtype"))
@@ -422,14 +467,15 @@ def _slot(leaf: jax.Array, *, which: int, dtype: Any) -> jax.Array:
     return total
 
 
-def _masked_squares(chunks: Any, *, still: "list[_Cell]", dtype: Any) -> jax.Array:
-    cells = _refilled(still, chunks)
+def _masked_squares(cells: "list[_Cell]", dtype: Any) -> jax.Array:
     slots = [
-        _chunk_slots(chunk, kept=cell.kept, dtype=dtype)
+        _chunk_slots(chunk, kept=cell.kept, whole=cell.whole, dtype=dtype)
         for cell in cells
         for chunk in cell.chunks
     ]
-    return _by_cell(_joined(slots), cells)
+    # Slot by slot: put together leaf by leaf, each would take kernels of its own.
+    rows = [_joined(list(row)) for row in zip(*slots, strict=True)]
+    return _by_cell(jnp.concatenate(rows), cells)
 
 
 def merge(parts: jax.Array, blocks: "tuple[int, ...]", size: int, order: float) -> Any:

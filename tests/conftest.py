@@ -7,12 +7,17 @@ _DEVICES = "--xla_force_host_platform_device_count"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8"
 
+import _platforms  # noqa: E402
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# `OUN_AS_ON=cuda` runs all tests on what GPUs would be given, computed by this CPU.
+if "OUN_AS_ON" in os.environ:
+    jax.lax.platform_dependent = _platforms.choose(os.environ["OUN_AS_ON"])
 
 # Annotations of the package are checked at every call, in tests only.
 jaxtyping.install_import_hook("optax_unitnorm", "beartype.beartype")
