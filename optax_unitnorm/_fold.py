@@ -157,25 +157,39 @@ def local(
         packed = [_cell(leaves, entry, whole, _PACKED_ELSEWHERE) for entry in entries]
         return _squares(cells, packed, dtype)
     if order == math.inf:
-        return _largest(cells, magnitude, dtype)
+        return _largest(cells, dtype)
     if order == 1:
         return _sums(cells, magnitude)
     assert peaks is not None
+    return _powers(cells, peaks, order, dtype)
+
+
+def _powers(
+    cells: "list[_Cell]", peaks: "list[jax.Array]", order: float, dtype: Any
+) -> jax.Array:
+    """The sums of powers of magnitudes, in units of their block's peak."""
     # A whole power is a product or two, where any other is a call.
-    exponent = int(order) if order == int(order) else order
+    whole_power = int(order) if order == int(order) else None
 
-    def power(leaf: jax.Array, inverse: tuple[jax.Array, jax.Array]) -> jax.Array:
-        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-            return (magnitude(leaf) * inverse[0] * inverse[1]) ** exponent
-        # The magnitude last: the peak's is then not kept in memory to be shared.
-        return jnp.abs(leaf.astype(dtype) * inverse[0] * inverse[1]) ** exponent
+    def sum_of(cell: _Cell, chunk: "list[jax.Array]", peak: jax.Array) -> jax.Array:
+        # In a unit of its own at first, and an exponent: what all leaves share would
+        # be broadcast to the size of a leaf, in memory, by XLA for CPUs.
+        top = lax.stop_gradient(_top(chunk, cell.kept, dtype))
+        unit = _nonzero(top)
+        first, second = _inverse(unit)
+        exponent = whole_power or jnp.where(jnp.isnan(top), top, order)
 
-    return _joined(
-        [
-            _sums([cell], functools.partial(power, inverse=_inverse(_nonzero(peak))))
-            for cell, peak in zip(cells, peaks, strict=True)
-        ]
-    )
+        def power(leaf: jax.Array) -> jax.Array:
+            if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+                return (_magnitude(leaf, dtype) * first * second) ** exponent
+            # The magnitude last: the peak's is then not kept in memory to be shared.
+            return jnp.abs(leaf.astype(dtype) * first * second) ** exponent
+
+        ratio = jnp.where(top > 0, unit / _nonzero(peak), 0)
+        return _chunk_sum(cell, chunk, power) * ratio**order
+
+    peak_of = {id(cell): peak for cell, peak in zip(cells, peaks, strict=True)}
+    return _columns(cells, lambda cell, chunk: sum_of(cell, chunk, peak_of[id(cell)]))
 
 
 def _joined(parts: "list[jax.Array]") -> jax.Array:
@@ -317,16 +331,20 @@ def _pairwise(fn: Any, terms: "list[jax.Array]") -> jax.Array:
     return terms[0]
 
 
-def _largest(cells: "list[_Cell]", magnitude: Any, dtype: Any) -> jax.Array:
-    def top_of(cell: _Cell, chunk: "list[jax.Array]") -> jax.Array:
-        top = _pairwise(jnp.maximum, [magnitude(leaf) for leaf in chunk])
-        return jnp.max(top, axis=_axes(top, cell.kept))
-
-    tops = _columns(cells, top_of, largest=True)
+def _largest(cells: "list[_Cell]", dtype: Any) -> jax.Array:
+    tops = _columns(
+        cells, lambda cell, chunk: _top(chunk, cell.kept, dtype), largest=True
+    )
     # A maximum drops NaN on some platforms: it needs a flag beside. A sum of squares
     # carries it, and no step of it is shared with the maximum, to be kept in memory.
     nan = jnp.isnan(lax.stop_gradient(_sums(cells, _square(dtype))))
     return jnp.concatenate([tops, nan.astype(dtype)])
+
+
+def _top(chunk: "list[jax.Array]", kept: tuple[int, ...], dtype: Any) -> jax.Array:
+    """The largest magnitude; where axes are kept, the others stay as well."""
+    top = _pairwise(jnp.maximum, [_magnitude(leaf, dtype) for leaf in chunk])
+    return jnp.max(top, axis=_axes(top, kept), keepdims=bool(kept))
 
 
 def _squares(cells: "list[_Cell]", packed: "list[_Cell]", dtype: Any) -> jax.Array:
