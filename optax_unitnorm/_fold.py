@@ -387,12 +387,21 @@ def _branched_squares(cells: "list[_Cell]", dtype: Any) -> jax.Array:
     ]
     sums = _joined([x.reshape(1, -1) for x in each])
     totals = _by_cell(sums, cells)
+    # Each scalar that a branch is given keeps a buffer of its own. Where they are many
+    # a few are put together; not all, since its place makes a leaf's code its own.
+    scalars = [x for x in each if not x.ndim]
+    together = _FEW if len(scalars) > 64 else 1
+    few = [
+        jnp.stack(scalars[i : i + together]) for i in range(0, len(scalars), together)
+    ]
 
-    def again(chunks: Any) -> jax.Array:
+    def again(operands: Any) -> jax.Array:
         # A second pass, only in the rare case, with a factor for each chunk that its
         # plain sum tells (one shared by all would be broadcast to the size of a
         # leaf, in memory).
-        plain = iter(each)
+        chunks, few = operands
+        scalars = iter([x for vector in few for x in vector])
+        plain = iter([x if x.ndim else next(scalars) for x in each])
         rows = [
             square(chunk, unit(next(plain)), kept=cell.kept, whole=cell.whole)
             for cell in _refilled(cells, chunks)
@@ -412,7 +421,7 @@ def _branched_squares(cells: "list[_Cell]", dtype: Any) -> jax.Array:
         jnp.all((totals >= low) & (totals <= high)),
         lambda _: _ordinary(totals),
         again,
-        [cell.chunks for cell in cells],
+        ([cell.chunks for cell in cells], lax.optimization_barrier(few)),
     )
 
 

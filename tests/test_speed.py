@@ -29,6 +29,8 @@ OURS = GLOBAL | {
     "group": oun.clip_by_group_norm(1.0, lambda g: {k: int(k[1:]) % 2 for k in g}),
     "zero": oun.clip_by_global_norm(1.0, nonfinite="zero"),
     "ord 1": oun.clip_by_global_norm(1.0, ord=1),
+    "ord 3": oun.clip_by_global_norm(1.0, ord=3),
+    "ord 2.5": oun.clip_by_global_norm(1.0, ord=2.5),
     "ord inf": oun.clip_by_global_norm(1.0, ord=float("inf")),
     "zscore": oun.clip_by_global_norm_zscore(),
 }
@@ -155,8 +157,8 @@ def _renamed(text: str) -> str:
 def test_step_keeps_no_copy(name: str) -> None:
     """Nothing is written between the norm and adam.
 
-    Fails if the scale divides, if a factor is shared by the leaves of a second
-    pass, or if a flag for NaN is summed from a mask that is written out.
+    Fails if the scale divides, if a factor or an exponent is shared by the leaves of
+    a second pass, or if a flag for NaN is summed from a mask that is written out.
     """
     grads = large("float32")
     program = compiled_step(optax.chain(OURS[name], ADAM), grads)
@@ -229,6 +231,16 @@ def test_small_leaves_keep_no_copy(name: str) -> None:
     """Fails if each leaf is reduced by itself or all are joined: both copy them."""
     grads = small(128)
     program = compiled_locally(optax.chain(GLOBAL[name], ADAM), grads)
+    assert temporaries(program) <= allowed(len(grads))
+
+
+def test_small_leaves_apart_keep_no_copy() -> None:
+    """With a scale of each leaf's own.
+
+    Fails if sums of a leaf's own are kept in buffers of their own for the branch.
+    """
+    grads = small(200)
+    program = compiled_locally(optax.chain(OURS["leaf"], ADAM), grads)
     assert temporaries(program) <= allowed(len(grads))
 
 
