@@ -278,7 +278,6 @@ def _short_sum(term: jax.Array, axes: tuple[int, ...], *, whole: bool) -> jax.Ar
 
 
 _FEW = 16
-_ROW = 128
 _LANES = 31  # prime, so that no axis falls into step with them
 
 
@@ -351,13 +350,20 @@ def _squares(cells: "list[_Cell]", packed: "list[_Cell]", dtype: Any) -> jax.Arr
     leaves = [leaf for cell in cells for chunk in cell.chunks for leaf in chunk]
     if not _needs_range(leaves):
         return _ordinary(_sums(cells, _square(dtype)))
+
+    by_row = _sums_by_row if cells[0].whole else _sums_together
+
+    def masked(_: Any, chunks: Any, *, add: Any) -> jax.Array:
+        return _masked_squares(_refilled(packed, chunks), dtype, add)
+
     # On a CPU a branch costs nothing and masks cost much; on a GPU or TPU both
     # sides of a branch would be executed, while masked sums fuse into one read.
     return lax.platform_dependent(
         [cell.chunks for cell in cells],
         [cell.chunks for cell in packed],
         cpu=lambda chunks, _: _branched_squares(_refilled(cells, chunks), dtype),
-        default=lambda _, chunks: _masked_squares(_refilled(packed, chunks), dtype),
+        tpu=functools.partial(masked, add=_sums_apart),
+        default=functools.partial(masked, add=by_row),
     )
 
 
@@ -442,40 +448,40 @@ def _chunk_squares(
     return _chunk_sum(_Cell([chunk], kept, whole), chunk, _square(dtype, factor))
 
 
-@functools.partial(jax.jit, static_argnames=("kept", "whole", "dtype"))
+@functools.partial(jax.jit, static_argnames=("kept", "dtype", "add"))
 def _chunk_slots(
-    chunk: "list[jax.Array]", *, kept: Any, whole: bool, dtype: Any
+    chunk: "list[jax.Array]", *, kept: Any, dtype: Any, add: Any
 ) -> "list[jax.Array]":
     """The sums of the three slots, each of shape (1, columns)."""
     terms = [
         _pairwise(jnp.add, [_slot(leaf, which=which, dtype=dtype) for leaf in chunk])
         for which in range(3)
     ]
-    plain = functools.partial(_plain_sums, axes=_axes(terms[0], kept))
-    if kept or terms[0].size >= MEDIUM:
-        return plain(terms)
-    return lax.platform_dependent(
-        terms, tpu=plain, default=_row_sums if whole else _stacked_sums
-    )
+    return [x.reshape(1, -1) for x in add(terms, _axes(terms[0], kept))]
 
 
-def _plain_sums(terms: "list[jax.Array]", axes: tuple[int, ...]) -> "list[jax.Array]":
-    return [jnp.sum(term, axis=axes).reshape(1, -1) for term in terms]
+def _sums_apart(terms: "list[jax.Array]", axes: tuple[int, ...]) -> Any:
+    return [jnp.sum(term, axis=axes) for term in terms]
 
 
-def _row_sums(terms: "list[jax.Array]") -> "list[jax.Array]":
-    """In two steps: on GPUs XLA fuses three sums of a medium leaf only so."""
-    rows = -(-terms[0].size // _ROW)
-    rest = rows * _ROW - terms[0].size
-    flat = [jnp.pad(term.reshape(-1), (0, rest)).reshape(rows, _ROW) for term in terms]
-    sums = _kept_apart(jnp.stack([jnp.sum(term, axis=1) for term in flat]))
-    return list(jnp.sum(sums, axis=1).reshape(3, 1, 1))
+def _sums_by_row(terms: "list[jax.Array]", axes: tuple[int, ...]) -> Any:
+    """Of few elements each: on GPUs XLA fuses three sums of a leaf only so."""
+    if len(axes) < terms[0].ndim:
+        return _sums_apart(terms, axes)
+    size = terms[0].size
+    # As few partial sums as XLA leaves each row to one step.
+    row = 128 if size < MEDIUM else min(max(4096, size // 4096), 16384)
+    rows = -(-size // row)
+    rest = rows * row - size
+    flat = [jnp.pad(term.reshape(-1), (0, rest)).reshape(rows, row) for term in terms]
+    return [jnp.sum(term, axis=1) for term in flat]
 
 
-def _stacked_sums(terms: "list[jax.Array]") -> "list[jax.Array]":
-    """The same where a leaf may lie on many devices, and must not be reshaped."""
-    sums = jnp.sum(jnp.stack(terms, axis=-1), axis=range(terms[0].ndim))
-    return list(sums.reshape(3, 1, 1))
+def _sums_together(terms: "list[jax.Array]", axes: tuple[int, ...]) -> Any:
+    """Where a leaf may lie on many devices, and must not be reshaped."""
+    if len(axes) < terms[0].ndim or terms[0].size >= MEDIUM:
+        return _sums_apart(terms, axes)
+    return list(jnp.sum(jnp.stack(terms, axis=-1), axis=axes))
 
 
 @functools.partial(jax.jit, static_argnames=("which", "dtype"))
@@ -494,15 +500,20 @@ def _slot(leaf: jax.Array, *, which: int, dtype: Any) -> jax.Array:
     return total
 
 
-def _masked_squares(cells: "list[_Cell]", dtype: Any) -> jax.Array:
+def _masked_squares(cells: "list[_Cell]", dtype: Any, add: Any) -> jax.Array:
+    return _joined([_cell_slots(cell, dtype, add) for cell in cells])
+
+
+def _cell_slots(cell: _Cell, dtype: Any, add: Any) -> jax.Array:
     slots = [
-        _chunk_slots(chunk, kept=cell.kept, whole=cell.whole, dtype=dtype)
-        for cell in cells
+        _chunk_slots(chunk, kept=cell.kept, dtype=dtype, add=add)
         for chunk in cell.chunks
     ]
     # Slot by slot: put together leaf by leaf, each would take kernels of its own.
     rows = [_joined(list(row)) for row in zip(*slots, strict=True)]
-    return _by_cell(jnp.concatenate(rows), cells)
+    if not cell.kept:
+        rows = [jnp.sum(_kept_apart(jnp.concatenate(rows)), axis=1, keepdims=True)]
+    return jnp.concatenate(rows)
 
 
 def merge(parts: jax.Array, blocks: "tuple[int, ...]", size: int, order: float) -> Any:
