@@ -171,7 +171,7 @@ def _powers(
     # A whole power is a product or two, where any other is a call.
     whole_power = int(order) if order == int(order) else None
 
-    def sum_of(cell: _Cell, chunk: "list[jax.Array]", peak: jax.Array) -> jax.Array:
+    def sum_of(peak: jax.Array, cell: _Cell, chunk: "list[jax.Array]") -> jax.Array:
         # In a unit of its own at first, and an exponent: what all leaves share would
         # be broadcast to the size of a leaf, in memory, by XLA for CPUs.
         top = lax.stop_gradient(_top(chunk, cell.kept, dtype))
@@ -188,8 +188,12 @@ def _powers(
         ratio = jnp.where(top > 0, unit / _nonzero(peak), 0)
         return _chunk_sum(cell, chunk, power) * ratio**order
 
-    peak_of = {id(cell): peak for cell, peak in zip(cells, peaks, strict=True)}
-    return _columns(cells, lambda cell, chunk: sum_of(cell, chunk, peak_of[id(cell)]))
+    return _joined(
+        [
+            _columns([cell], functools.partial(sum_of, peak))
+            for cell, peak in zip(cells, peaks, strict=True)
+        ]
+    )
 
 
 def _joined(parts: "list[jax.Array]") -> jax.Array:

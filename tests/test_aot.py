@@ -47,6 +47,13 @@ def test_automatic_axes_send_no_more_than_optax(target: str, dtype: str) -> None
     assert ours.all_gathers == 0
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_leaves_of_devices_elsewhere_are_not_joined(target: str) -> None:
+    """Fails if one device here is taken for all: then split leaves are gathered."""
+    found = c.report(c.Case(target, "clip, adam", "auto", 8, "float32", 32))
+    assert (found.all_reduces, found.all_gathers) == (3, 0)
+
+
 @pytest.mark.parametrize("leaves", [4, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", ["shard_map", "explicit", "auto"])
