@@ -75,6 +75,15 @@ def test_large_beside_small(ord: float, top: int, gap: int, seed: int) -> None:
     h.assert_norm(measured(ord)(tree), h.tree_norm(tree, ord))
 
 
+def test_many_blocks_of_any_magnitude() -> None:
+    """Each in the unit that its own numbers ask for, not in its neighbour's."""
+    tops = (-120, 0, 100, -60, 70)
+    tree = [h.draw(i, (5 + i % 3,), top=tops[i % 5]) for i in range(150)]
+    got = jax.jit(lambda t: oun.leaf_norms(t))(tree)
+    for i, leaf in enumerate(tree):
+        h.assert_norm(got[str(i)], h.norm([leaf]))
+
+
 _COMPILED: dict[float, Any] = {}
 
 

@@ -22,24 +22,40 @@ from jax.sharding import PartitionSpec as P
 import optax_unitnorm as oun
 from optax_unitnorm import _fold
 
+WHERE: dict[str, Any] = {}
 
-@pytest.fixture(params=["cuda", "tpu"], autouse=True, scope="module")
-def platform(request: pytest.FixtureRequest) -> Iterator[str]:
+
+@pytest.fixture(
+    params=[("cuda", True), ("cuda", False), ("tpu", True)],
+    ids=["cuda-whole", "cuda", "tpu"],
+    autouse=True,
+    scope="module",
+)
+def platform(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What to compute for, and whether leaves are known to lie on one device each."""
+    name, WHERE["whole"] = request.param
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.lax, "platform_dependent", _platforms.choose(request.param))
-        _compiled.cache_clear()
+        patch.setattr(jax.lax, "platform_dependent", _platforms.choose(name))
+        compiled.cache_clear()
         jax.clear_caches()
-        yield request.param
+        yield
     jax.clear_caches()
 
 
 @functools.cache
-def _compiled(fn: Any) -> Any:
+def compiled(fn: Any) -> Any:
+    if WHERE["whole"]:
+        mesh = jax.make_mesh((1,), ("i",), devices=jax.devices()[:1])
+        fn = jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P())
     return jax.jit(fn)
 
 
 def norm(tree: Any) -> jax.Array:
-    return _compiled(oun.global_norm)(tree)
+    return compiled(_global_norm)(tree)
+
+
+def _global_norm(tree: Any) -> jax.Array:
+    return oun.global_norm(tree)
 
 
 @hypothesis.given(tree=h.trees(("all",)))
@@ -95,7 +111,7 @@ def test_non_finite() -> None:
 def test_float64() -> None:
     with jax.enable_x64(True):
         tree = [h.draw(1, (5000,), "float64"), h.draw(2, (1000,), "float32")]
-        got = jax.jit(lambda t: oun.global_norm(t))(tree)
+        got = norm(tree)
         assert got.dtype == jnp.float64
         h.assert_norm(got, h.tree_norm(tree))
 
@@ -115,12 +131,16 @@ def test_split_leaves(kind: AxisType) -> None:
         h.assert_norm(jax.jit(lambda t: oun.global_norm(t))(placed), wanted)
 
 
+def _derivative(tree: Any) -> Any:
+    return jax.grad(_global_norm)(tree)
+
+
 def test_derivative() -> None:
     """That of the norm, leaf / norm, also for numbers whose squares leave float32."""
     for top in (-80, 0, 80):
         tree = [h.draw(i, shape, top=top) for i, shape in enumerate([(300,)] * 3)]
         tree.append(h.draw(9, (5000,), top=top))
-        got = jax.jit(jax.grad(lambda t: oun.global_norm(t)))(tree)
+        got = compiled(_derivative)(tree)
         wanted = h.tree_norm(tree)
         for a, b in zip(got, tree, strict=True):
             np.testing.assert_allclose(
@@ -138,7 +158,7 @@ def test_clip(dtype: str) -> None:
     whole = float(h.tree_norm(tree))
     for max_norm in (whole / 3, whole * 2):
         tx = oun.clip_by_global_norm(max_norm)
-        got, state = jax.jit(tx.update)(tree, tx.init(tree))
+        got, state = compiled(tx.update)(tree, tx.init(tree))
         h.assert_norm(state.grad_norm, h.tree_norm(tree))
         if max_norm > whole:
             jax.tree.map(h.assert_same_bits, got, tree)
