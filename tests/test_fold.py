@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import _helpers as h
+import _platforms
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -82,6 +83,26 @@ def test_many_blocks_of_any_magnitude() -> None:
     got = jax.jit(lambda t: oun.leaf_norms(t))(tree)
     for i, leaf in enumerate(tree):
         h.assert_norm(got[str(i)], h.norm([leaf]))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_masked_sums(
+    platform: str, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What accelerators compute; `test_platforms.py` has it at length."""
+    choose = _platforms.choose(platform)
+    monkeypatch.setattr(jax.lax, "platform_dependent", choose)
+
+    def norm(leaves: list[jax.Array]) -> jax.Array:
+        entries = [_fold.Entry(tuple(range(len(leaves))))]
+        sums = _fold.local(leaves, entries, 2.0, jnp.float32, whole=whole)
+        return _fold.finish(sums[:, 0], None, 2.0, jnp.float32)
+
+    shapes = [(300,)] * 20 + [(70, 71), (3, 5, 997)]
+    for tops in ((0, 0), (90, -90), (-100, -110), (100, 20)):
+        tree = [h.draw(i, s, top=tops[i % 2]) for i, s in enumerate(shapes)]
+        h.assert_norm(jax.jit(norm)(tree), h.tree_norm(tree))
 
 
 _COMPILED: dict[float, Any] = {}

@@ -22,6 +22,8 @@ from jax.sharding import PartitionSpec as P
 import optax_unitnorm as oun
 from optax_unitnorm import _fold
 
+pytestmark = pytest.mark.slow  # it forgets what others have compiled
+
 WHERE: dict[str, Any] = {}
 
 
