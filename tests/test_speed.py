@@ -36,6 +36,9 @@ OURS = GLOBAL | {
 }
 
 
+SLOW = ("unit", "soft", "ord 2.5")  # as another, and seconds to compile
+
+
 each_global = pytest.mark.parametrize(
     "name",
     ["clip", *(pytest.param(n, marks=pytest.mark.slow) for n in ("unit", "soft"))],
@@ -149,10 +152,7 @@ def _renamed(text: str) -> str:
 # ---------------------------------------------------------------- temporaries
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=pytest.mark.slow if n in ("unit", "soft") else ())
-        for n in OURS
-    ],
+    [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in OURS],
 )
 def test_step_keeps_no_copy(name: str) -> None:
     """Nothing is written between the norm and adam.
@@ -234,6 +234,7 @@ def test_small_leaves_keep_no_copy(name: str) -> None:
     assert temporaries(program) <= allowed(len(grads))
 
 
+@pytest.mark.slow
 def test_small_leaves_apart_keep_no_copy() -> None:
     """With a scale of each leaf's own.
 
