@@ -23,7 +23,7 @@ COUNTED = [
         for mode, dtype in zip(ONE, ("float32", "bfloat16", "bfloat16"), strict=True)
     ),
     c.Case("tpu", OURS[0], "shard_map", 300, "float32", SMALL),
-    c.Case("gpu", OURS[0], "explicit", 300, "bfloat16", SMALL),
+    c.Case("gpu", OURS[0], "shard_map", 300, "float32", SMALL),
 ]
 
 
