@@ -24,6 +24,7 @@ COUNTED = [
     ),
     c.Case("tpu", OURS[0], "shard_map", 300, "float32", SMALL),
     c.Case("gpu", OURS[0], "shard_map", 300, "float32", SMALL),
+    c.Case("gpu", OURS[0], "explicit", 300, "bfloat16", SMALL),
 ]
 
 
